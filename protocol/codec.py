@@ -58,7 +58,7 @@ def tagged_hash(tag: str, *parts: bytes) -> bytes:
     return digest.digest()
 
 
-class Domain(Message):
+class Domain(Message, frozen=True):
     """What a signature is good for, besides the message itself. See docs/protocol.md, "Signing".
 
     Attributes:

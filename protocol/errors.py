@@ -45,8 +45,10 @@ class Reason(IntEnum):
     QUOTA = 25
 
 
-#: Rejections whose evidence is exact: anybody who re-runs them gets the same answer on any machine.
+#: Rejections whose evidence is exact (anybody who re-runs them gets the same answer on any machine) and that no honest
+#: node can cause by being slow or short of slots. These are slashable.
 DETERMINISTIC = frozenset(Reason) - {
+    Reason.QUOTA,
     Reason.COMMITMENT_MISMATCH,
     Reason.REPLAY,
     Reason.NEAR_TIES,

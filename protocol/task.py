@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from protocol.codec import Message, decode, encode, tagged_hash
-from protocol.errors import ConfigError, Reject
+from protocol.codec import PROTOCOL_VERSION, Message, decode, encode, tagged_hash
+from protocol.errors import ConfigError, Reason, Reject
 
 #: Longest canonical task, in bytes.
 SPEC_BYTES_MAX = 4096
 
 
-class Environment(Message):
+class Environment(Message, frozen=True):
     """Where prompts and rewards come from.
 
     Attributes:
@@ -29,7 +29,7 @@ class Environment(Message):
     content_hash: bytes
 
 
-class Sampling(Message):
+class Sampling(Message, frozen=True):
     """How tokens are drawn. There is no truncation (top-k, top-p) and there are no stop strings.
 
     Attributes:
@@ -43,7 +43,7 @@ class Sampling(Message):
     stop_tokens: tuple[int, ...]
 
 
-class ProofProfile(Message):
+class ProofProfile(Message, frozen=True):
     """What a verifier measures and where its limits are, for one model family, dtype and engine pair.
 
     Attributes:
@@ -71,7 +71,7 @@ class ProofProfile(Message):
     near_ties_per_1k_max: int
 
 
-class Schedule(Message):
+class Schedule(Message, frozen=True):
     """Block counts. Round r starts at S = start_block + r * round_blocks; deadlines are inclusive. See `RoundTimes`.
 
     Attributes:
@@ -103,7 +103,7 @@ class Schedule(Message):
     timeout_blocks: int
 
 
-class Economics(Message):
+class Economics(Message, frozen=True):
     """Money, in the smallest unit of the escrow token, and the numbers that deter.
 
     Attributes:
@@ -128,7 +128,7 @@ class Economics(Message):
     probation_groups: int
 
 
-class TaskSpec(Message):
+class TaskSpec(Message, frozen=True):
     """One RL job. See the classes of its parts.
 
     Attributes:
@@ -268,8 +268,6 @@ def decode_spec(data: bytes) -> TaskSpec:
     Raises:
         Reject: when the bytes are malformed or the task breaks a rule of `validate_spec`.
     """
-    from protocol.errors import Reason
-
     spec = decode(TaskSpec, data, bytes_max=SPEC_BYTES_MAX)
     try:
         validate_spec(spec)
@@ -293,9 +291,10 @@ def validate_spec(spec: TaskSpec) -> None:
     Raises:
         ConfigError: naming the field, what was seen and what is expected.
     """
-    from protocol.codec import PROTOCOL_VERSION
-
-    _require(spec.version == PROTOCOL_VERSION, f"version is {spec.version}, this software speaks {PROTOCOL_VERSION}")
+    _require(
+        spec.version == PROTOCOL_VERSION,
+        f"version is {spec.version}, this software speaks {PROTOCOL_VERSION}",
+    )
     _require(1 <= len(spec.name) <= 64, f"name has {len(spec.name)} characters, expected 1 to 64")
     for name in ("base_policy", "base_manifest"):
         _require(len(getattr(spec, name)) == 32, f"{name} has {len(getattr(spec, name))} bytes, expected 32")
@@ -305,7 +304,8 @@ def validate_spec(spec: TaskSpec) -> None:
     for name in ("licence_data", "licence_model"):
         text = getattr(spec, name).strip()
         _require(
-            0 < len(text) <= 128, f"{name} is required: name the licence under which it is used, for example Apache-2.0"
+            0 < len(text) <= 128,
+            f"{name} is required: name the licence under which it is used, for example Apache-2.0",
         )
     _require(len(spec.environment.args) <= 1024, "environment.args is longer than 1024 characters")
     s = spec.sampling
@@ -325,7 +325,12 @@ def validate_spec(spec: TaskSpec) -> None:
     _bounded("profile.replay_severe_micro", p.replay_severe_micro, p.replay_tolerance_micro, 10**9)
     t = spec.schedule
     for name in t.__struct_fields__:
-        _bounded(f"schedule.{name}", getattr(t, name), 0 if name in ("grace_blocks", "finality_blocks") else 1, 10**7)
+        _bounded(
+            f"schedule.{name}",
+            getattr(t, name),
+            0 if name in ("grace_blocks", "finality_blocks") else 1,
+            10**7,
+        )
     span = t.commit_blocks + t.receipt_blocks + t.finality_blocks
     _require(
         span + t.verdict_commit_blocks < 250,

@@ -1,0 +1,230 @@
+"""What the ledger says about a round: its policy, who may work in it, its committee, its outcomes.
+
+All of these are pure functions of the replica at or after a stated block, so every participant computes the same answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.codec import tagged_hash
+from protocol.errors import Reject
+from protocol.ledger.events import Role
+from protocol.ledger.state import LedgerState, Policy, Task
+from protocol.lottery import PPM, compute_audited_leaves, compute_committee
+from protocol.task import RoundTimes, compute_epoch_pay_max, compute_round_times
+from protocol.verdict import Row, Status, unpack_rows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What at least 2/3 of a round's committee said about one submission.
+
+    Attributes:
+        agreed: verifiers whose revealed row agrees.
+    """
+
+    row: Row
+    agreed: tuple[bytes, ...]
+
+
+def get_times(task: Task, round_index: int) -> RoundTimes:
+    """Deadlines of a round of this task."""
+    return compute_round_times(task.spec.schedule, task.start_block, round_index)
+
+
+def get_epoch(task: Task, round_index: int) -> int:
+    """The epoch a round belongs to: the one in which it opened."""
+    return round_index // task.spec.schedule.epoch_rounds
+
+
+def get_end_round(task: Task) -> int:
+    """First round that never opens: the funded epochs, or an earlier cancellation."""
+    funded = min(task.spec.schedule.num_epochs, task.deposit // compute_epoch_pay_max(task.spec))
+    end = funded * task.spec.schedule.epoch_rounds
+    return end if task.cancelled_end is None else min(end, task.cancelled_end)
+
+
+def get_num_epochs(task: Task) -> int:
+    """Epochs that can be settled, given funding and cancellation."""
+    epoch_rounds = task.spec.schedule.epoch_rounds
+    return (get_end_round(task) + epoch_rounds - 1) // epoch_rounds
+
+
+def get_open_round(task: Task, block_number: int) -> int | None:
+    """The newest round that started at or before `block_number`, None before round 0 and after the last round."""
+    if block_number < task.start_block:
+        return None
+    index = (block_number - task.start_block) // task.spec.schedule.round_blocks
+    return index if index < get_end_round(task) else None
+
+
+def get_round_policy(task: Task, round_index: int) -> Policy | None:
+    """The one policy of a round: the newest that was eligible `grace_blocks` before the round started.
+
+    Version 0 serves from the task's own publication on, so a round always has a policy.
+    """
+    limit = get_times(task, round_index).start - task.spec.schedule.grace_blocks
+    for policy in reversed(task.policies):
+        if policy.eligible_block is not None and (policy.version == 0 or policy.eligible_block <= limit):
+            return policy
+    return None
+
+
+def get_round_beacon(state: LedgerState, task: Task, round_index: int) -> bytes | None:
+    """Hash of the round's start block. None means not recorded (yet, or for ever: then the round is void)."""
+    return state.beacons.get(get_times(task, round_index).start)
+
+
+def get_committee(state: LedgerState, task: Task, round_index: int) -> tuple[bytes, ...]:
+    """Verifiers drawn for a round by its audit beacon; empty when the beacon is missing.
+
+    Candidates held the minimum stake at the audit block.
+    """
+    times = get_times(task, round_index)
+    beacon = state.beacons.get(times.audit_block)
+    if beacon is None:
+        return ()
+    candidates = [
+        p.account
+        for p in state.participants.values()
+        if p.role == Role.VERIFIER and p.bonded_at(times.audit_block) >= task.spec.economics.verifier_stake_min
+    ]
+    return compute_committee(
+        task=task.task,
+        round_index=round_index,
+        beacon=beacon,
+        candidates=candidates,
+        size=task.spec.verifiers_per_round,
+    )
+
+
+def _agree(rows: list[tuple[bytes, Row]], needed: int) -> Outcome | None:
+    """The row that `needed` verifiers share, reasons aside; None when there is none."""
+    tally: dict[tuple[int, int, int], list[tuple[bytes, Row]]] = {}
+    for verifier, row in rows:
+        tally.setdefault((row.status, row.groups, row.tokens), []).append((verifier, row))
+    for matching in tally.values():
+        if len(matching) >= needed:
+            row = min(row for _, row in matching)
+            return Outcome(row, tuple(sorted(verifier for verifier, _ in matching)))
+    return None
+
+
+def get_outcomes(state: LedgerState, task: Task, round_index: int) -> dict[bytes, Outcome]:
+    """Judged submissions of a round, by account. Empty until its reveals are over.
+
+    A submission counts only if it was committed and receipted, and if at least 2/3 of the drawn committee revealed
+    rows that agree on it. Anything else has no outcome: it is unpaid and nobody is slashed for it.
+    """
+    if state.block_number <= get_times(task, round_index).verdict_reveal_deadline:
+        return {}
+    cached = task.outcomes.get(round_index)
+    if cached is not None:
+        return cached  # type: ignore[no-any-return]
+    committee = get_committee(state, task, round_index)
+    receipts = task.receipts.get(round_index, {})
+    said: dict[bytes, list[tuple[bytes, Row]]] = {}
+    for verifier in committee:
+        reveal = task.reveals.get(round_index, {}).get(verifier)
+        if reveal is None:
+            continue
+        try:
+            rows = unpack_rows(reveal.rows)
+        except Reject:
+            continue
+        for row in rows:
+            if row.account in receipts:
+                said.setdefault(row.account, []).append((verifier, row))
+    needed = -(-2 * max(len(committee), 1) // 3)
+    outcomes = {account: found for account, rows in said.items() if (found := _agree(rows, needed))}
+    task.outcomes[round_index] = outcomes
+    return outcomes
+
+
+def get_history(state: LedgerState, task: Task, account: bytes, block_number: int) -> list[Row]:
+    """A node's judged rows whose reveals were over before `block_number`, oldest first."""
+    history = []
+    for round_index in sorted(task.commitments):
+        if get_times(task, round_index).verdict_reveal_deadline >= block_number:
+            break
+        outcome = get_outcomes(state, task, round_index).get(account)
+        if outcome is not None:
+            history.append(outcome.row)
+    return history
+
+
+def is_suspended(state: LedgerState, task: Task, account: bytes, block_number: int) -> bool:
+    """A node with a confirmed cheat gets no more slots in this task."""
+    return any(row.status == Status.CHEAT for row in get_history(state, task, account, block_number))
+
+
+def get_audit_ppm(state: LedgerState, task: Task, account: bytes, round_index: int) -> int:
+    """Audit probability of a node in a round, in millionths.
+
+    p = 1 until `probation_groups` groups were judged good since the node's beginning or its last failure.
+    """
+    good = 0
+    for row in get_history(state, task, account, get_times(task, round_index).audit_block):
+        if row.status == Status.GOOD:
+            good += row.groups
+        elif row.status != Status.SHORT:
+            good = 0
+    return PPM if good < task.spec.economics.probation_groups else task.spec.economics.audit_ppm
+
+
+def get_members(state: LedgerState, task: Task, round_index: int) -> dict[bytes, int]:
+    """Nodes that may work in a round and the slots each declared: joined for its epoch, staked, not suspended."""
+    epoch, start = get_epoch(task, round_index), get_times(task, round_index).start
+    members = {}
+    for account, history in task.members.items():
+        current = [m for m in history if m.from_epoch <= epoch and (m.to_epoch is None or epoch < m.to_epoch)]
+        staked = state.participants[account].bonded_at(start) >= task.spec.economics.node_stake_min
+        if current and staked and not is_suspended(state, task, account, start):
+            members[account] = current[-1].slots
+    return members
+
+
+def get_quotas(state: LedgerState, task: Task, round_index: int) -> dict[bytes, int]:
+    """Groups each node must make and may be paid for in a round; empty before the round's beacon is recorded.
+
+    The round's groups are shared evenly, the remainder goes to the nodes a hash of the beacon ranks first. A node that
+    last delivered fewer than its quota gets what it delivered.
+    """
+    beacon = get_round_beacon(state, task, round_index)
+    members = get_members(state, task, round_index)
+    if beacon is None or not members:
+        return {}
+    ranked = sorted(members, key=lambda account: tagged_hash("quota", task.task, beacon, account))
+    share, extra = divmod(task.spec.groups_per_round, len(ranked))
+    start = get_times(task, round_index).start
+    quotas = {}
+    for rank, account in enumerate(ranked):
+        quota = min(share + (rank < extra), members[account], task.spec.slots_max)
+        history = get_history(state, task, account, start)
+        if history and history[-1].status == Status.SHORT:
+            quota = min(quota, max(history[-1].groups, 1))
+        if quota:
+            quotas[account] = quota
+    return quotas
+
+
+def get_audited(
+    state: LedgerState, task: Task, round_index: int, account: bytes, *, chain_id: int, ledger: bytes
+) -> tuple[int, ...]:
+    """Leaf indices of a submission that the lottery drew; empty before the audit beacon is recorded."""
+    beacon = state.beacons.get(get_times(task, round_index).audit_block)
+    commitment = task.commitments.get(round_index, {}).get(account)
+    if beacon is None or commitment is None:
+        return ()
+    return compute_audited_leaves(
+        chain_id=chain_id,
+        ledger=ledger,
+        task=task.task,
+        round_index=round_index,
+        account=account,
+        root=commitment.root,
+        num_leaves=commitment.leaves,
+        beacon=beacon,
+        audit_ppm=get_audit_ppm(state, task, account, round_index),
+    )

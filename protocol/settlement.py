@@ -1,0 +1,118 @@
+"""Settlement: what an epoch's verdicts come to in money, as a pure function of the ledger.
+
+Every verifier computes the same cumulative Merkle root of earnings, the same burn and the same slashes once the last
+reveal of the epoch is over. Unknown means unpaid: what has no outcome earns nothing. What was delivered in time but never
+judged is burned rather than refunded, so that nobody gains by starving the verifiers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from protocol.errors import Fault
+from protocol.ledger.state import LedgerState, Task
+from protocol.merkle import compute_earning_leaf, compute_proof, compute_root
+from protocol.rounds import get_end_round, get_outcomes, get_times
+from protocol.task import compute_leaf_pay_max
+from protocol.verdict import Status
+
+
+class SettlementResult(NamedTuple):
+    """What is voted for on the ledger, and the leaves behind its root.
+
+    Attributes:
+        earnings: cumulative earnings by account over all settled epochs, zero entries left out.
+        paid_total / burned_total: cumulative, in token units.
+        slashed: accounts with a confirmed cheat in this epoch, sorted.
+    """
+
+    epoch: int
+    root: bytes
+    paid_total: int
+    burned_total: int
+    slashed: tuple[bytes, ...]
+    earnings: dict[bytes, int]
+
+
+#: Most accounts one settlement can slash; the others come with the next epoch.
+SLASHED_MAX = 64
+
+
+def compute_submission_pay(task: Task, groups: int, tokens: int) -> int:
+    """Pay of a good submission: base pay of every rollout plus the rate of every token."""
+    economics = task.spec.economics
+    return groups * task.spec.group_size * economics.reward_base + tokens * economics.reward_token
+
+
+def get_epoch_deadline(task: Task, epoch: int) -> int:
+    """Last block in which a verdict of this epoch can be revealed."""
+    last_round = min((epoch + 1) * task.spec.schedule.epoch_rounds, get_end_round(task)) - 1
+    return get_times(task, last_round).verdict_reveal_deadline
+
+
+def _earn_round(state: LedgerState, task: Task, round_index: int, earned: dict[bytes, int], cheats: set[bytes]) -> int:
+    """Add one round's earnings and cheats; returns what it burns."""
+    burned = 0
+    outcomes = get_outcomes(state, task, round_index)
+    for account in task.receipts.get(round_index, {}):
+        outcome = outcomes.get(account)
+        if outcome is None:
+            leaves = task.commitments[round_index][account].leaves
+            burned += leaves * compute_leaf_pay_max(task.spec)
+        elif outcome.row.status == Status.GOOD:
+            pay = compute_submission_pay(task, outcome.row.groups, outcome.row.tokens)
+            earned[account] = earned.get(account, 0) + pay
+        elif outcome.row.status == Status.CHEAT:
+            cheats.add(account)
+    agreed = {verifier for outcome in outcomes.values() for verifier in outcome.agreed}
+    for verifier in agreed:
+        earned[verifier] = earned.get(verifier, 0) + task.spec.economics.verifier_fee
+    return burned
+
+
+def compute_settlement(state: LedgerState, task: Task, epoch: int) -> SettlementResult:
+    """The settlement of `epoch`, cumulative over all epochs up to it.
+
+    A confirmed cheat forfeits everything the node had not yet been settled for: its earnings of this epoch are dropped.
+    Earnings of epochs that are final stay.
+
+    Raises:
+        Fault: before the last reveal of the epoch is over (the answer could still change).
+    """
+    deadline = get_epoch_deadline(task, epoch)
+    if state.block_number <= deadline:
+        raise Fault(f"epoch {epoch} cannot be settled yet: observed block {state.block_number}, limit after {deadline}")
+    earnings: dict[bytes, int] = {}
+    burned_total = 0
+    slashed: tuple[bytes, ...] = ()
+    already: set[bytes] = set()
+    for index in range(epoch + 1):
+        epoch_rounds = task.spec.schedule.epoch_rounds
+        earned: dict[bytes, int] = {}
+        cheats: set[bytes] = set()
+        for round_index in range(index * epoch_rounds, min((index + 1) * epoch_rounds, get_end_round(task))):
+            burned_total += _earn_round(state, task, round_index, earned, cheats)
+        for account, amount in earned.items():
+            if account not in cheats:
+                earnings[account] = earnings.get(account, 0) + amount
+        slashed = tuple(sorted(cheats - already)[:SLASHED_MAX])
+        already.update(slashed)
+    leaves = compute_leaves(task.task, earnings)
+    return SettlementResult(epoch, compute_root(leaves), sum(earnings.values()), burned_total, slashed, earnings)
+
+
+def compute_leaves(task: bytes, earnings: dict[bytes, int]) -> list[bytes]:
+    """Leaf hashes in account order."""
+    return [compute_earning_leaf(task, account, earnings[account]) for account in sorted(earnings)]
+
+
+def compute_claim(task: bytes, earnings: dict[bytes, int], account: bytes) -> tuple[int, tuple[bytes, ...]]:
+    """Cumulative earnings of `account` and the proof to claim them with.
+
+    Raises:
+        Fault: when the account earned nothing.
+    """
+    if account not in earnings:
+        raise Fault(f"account 0x{account.hex()} has no earnings in this settlement")
+    index = sorted(earnings).index(account)
+    return earnings[account], compute_proof(compute_leaves(task, earnings), index)
