@@ -1,0 +1,182 @@
+"""Settings of a role: TOML files merged left to right, then `--key value` overrides, then validation.
+
+An unknown or mistyped key fails with the nearest known one; nothing is silently ignored. Secrets are never settings:
+passwords come from the environment or a prompt (troth.keystore).
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.errors import ConfigError
+
+#: Largest settings file that is read, in bytes.
+FILE_BYTES_MAX = 1 << 20
+
+
+class Section(BaseModel):
+    """Base of all settings: immutable, strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LedgerSettings(Section):
+    """How to reach the ledger."""
+
+    rpc: list[str] = ["http://127.0.0.1:8545"]
+    chain_id: int | None = None
+    token: str = ""
+    beacons: str = ""
+    registry: str = ""
+    book: str = ""
+    court: str = ""
+    deploy_block: int = 0
+    finality_blocks: int = Field(0, ge=0, le=1000)
+    poll_seconds: float = Field(0.25, gt=0, le=60)
+
+
+class NetworkSettings(Section):
+    """Where this participant serves. An empty bind means that it only dials out."""
+
+    bind: str = ""
+    advertise: str = ""
+
+
+class ComputeSettings(Section):
+    """What the model runs on."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = Field(1, ge=1, le=256)
+
+
+class TrainerSettings(Section):
+    """Optimiser settings; the defaults are those of the demo model."""
+
+    base: str = ""
+    learning_rate: float = Field(6e-4, gt=0, lt=1)
+    warmup_steps: int = Field(10, ge=0)
+    total_steps: int = Field(60, ge=1)
+    epochs: int = Field(2, ge=1, le=16)
+    kl: float = Field(0.0, ge=0)
+    entropy: float = Field(0.0, ge=0)
+
+
+class RoleSettings(Section):
+    """All settings of one process."""
+
+    directory: str = "run"
+    keystore: str = "keystore.json"
+    task: str = ""
+    slots: int = Field(0, ge=0)
+    stake: int = Field(0, ge=0)
+    ledger: LedgerSettings = LedgerSettings()
+    network: NetworkSettings = NetworkSettings()
+    compute: ComputeSettings = ComputeSettings()
+    trainer: TrainerSettings = TrainerSettings()
+
+
+S = TypeVar("S", bound=Section)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        ConfigError: when it is missing, too long or not TOML.
+    """
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes, expected at most {FILE_BYTES_MAX}")
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins; tables are merged key by key."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
+    """Turn `--network.bind tcp://... --slots 4` into a nested table. Values are read as TOML, else as text.
+
+    Raises:
+        ConfigError: for an argument that is not a `--key value` pair.
+    """
+    table: dict[str, Any] = {}
+    pending = list(arguments)
+    while pending:
+        flag = pending.pop(0)
+        if not flag.startswith("--") or len(flag) < 3:
+            raise ConfigError(f"unexpected argument {flag!r}: overrides are pairs like --ledger.poll_seconds 0.5")
+        name, equals, text = flag[2:].partition("=")
+        if not equals:
+            if not pending:
+                raise ConfigError(f"{flag} has no value")
+            text = pending.pop(0)
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        here = table
+        *parents, leaf = name.replace("-", "_").split(".")
+        for parent in parents:
+            here = here.setdefault(parent, {})
+        here[leaf] = value
+    return table
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def validate(model: type[S], table: Mapping[str, Any], source: str) -> S:
+    """Validate a table.
+
+    Raises:
+        ConfigError: with one line per problem; an unknown key names the nearest known one.
+    """
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors(include_url=False):
+            key = ".".join(str(part) for part in problem["loc"])
+            if problem["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(key, _known_keys(model), n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(model.model_fields))}"
+                lines.append(f"unknown key {key}: {hint}")
+            else:
+                lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def load_settings(files: Iterable[Path], overrides: Iterable[str] = ()) -> RoleSettings:
+    """Settings of a role from files and overrides. Raises `ConfigError`."""
+    table: dict[str, Any] = {}
+    names = []
+    for path in files:
+        table = merge(table, read_toml(path))
+        names.append(str(path))
+    table = merge(table, parse_overrides(overrides))
+    return validate(RoleSettings, table, " + ".join(names) or "settings")
