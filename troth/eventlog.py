@@ -6,7 +6,6 @@ Both are only written here and only read by people, dashboards and benchmarks; n
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class EventLog:
         lines.append(f"troth_process_cpu_seconds_total{label} {time.process_time():.3f}")
         temporary = self._metrics.with_suffix(".tmp")
         temporary.write_text("\n".join(lines) + "\n")
-        os.replace(temporary, self._metrics)
+        temporary.replace(self._metrics)
 
     def close(self) -> None:
         """Write what is left and close."""

@@ -27,16 +27,11 @@ class Section(BaseModel):
 
 
 class LedgerSettings(Section):
-    """How to reach the ledger."""
+    """How to reach the ledger. `deployment` is the path of a deployment.json; without one, a devnet is asked for its own."""
 
-    rpc: list[str] = ["http://127.0.0.1:8545"]
+    rpc: str = "http://127.0.0.1:8545"
+    deployment: str = ""
     chain_id: int | None = None
-    token: str = ""
-    beacons: str = ""
-    registry: str = ""
-    book: str = ""
-    court: str = ""
-    deploy_block: int = 0
     finality_blocks: int = Field(0, ge=0, le=1000)
     poll_seconds: float = Field(0.25, gt=0, le=60)
 

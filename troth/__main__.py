@@ -1,0 +1,5 @@
+"""`python -m troth` is the `troth` command."""
+
+from troth.cli import main
+
+main()

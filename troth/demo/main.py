@@ -1,0 +1,301 @@
+"""The course of a demo: start everything, publish, watch, settle, claim, close, judge. See `run_demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from contracts.client import EvmLedger
+from contracts.jsonrpc import HttpRpc, RpcError, Unreachable
+from protocol.codec import decode
+from protocol.errors import Fault, TrothError
+from protocol.ledger.state import Task
+from protocol.messages import LINEAGE_BYTES_MAX, Lineage, Signed, compute_lineage_key
+from protocol.rounds import get_end_round, get_num_epochs, get_times
+from troth.connect import find_deployment
+from troth.demo import check
+from troth.demo import plan as plans
+from troth.demo.launch import Launcher, free_port
+from troth.demo.watch import Screen
+from troth.keystore import Keys
+from troth.network import Reader
+from troth.settings import LedgerSettings
+
+START_SECONDS_MAX = 120.0
+SETTLE_SECONDS_MAX = 90.0
+POLL_SECONDS = 0.5
+
+
+def run_demo(
+    *,
+    seed: int,
+    num_nodes: int,
+    cheats: str,
+    minutes: float,
+    directory: Path | None,
+    keep: bool,
+    as_json: bool,
+) -> int:
+    """Run a demo; returns the exit code: 0 when every claim of the summary holds.
+
+    Raises:
+        ConfigError: for options that make no sense.
+        Fault: when a process dies or the run does not get on.
+    """
+    plan = plans.make_plan(seed, num_nodes, cheats, minutes)
+    root = Path(tempfile.mkdtemp(prefix="troth-demo-")) if directory is None else directory.absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    launcher = Launcher(root)
+    started = time.monotonic()
+    failed = True
+    try:
+        summary, failures = asyncio.run(_run(plan, launcher, started))
+        failed = bool(failures)
+    finally:
+        launcher.stop()
+        if directory is None and not keep and not failed:
+            shutil.rmtree(root, ignore_errors=True)
+        elif failed or keep:
+            print(f"logs and state are in {root}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({**summary, "failures": failures}, indent=1))
+    else:
+        print(summary.pop("text"))
+        for failure in failures:
+            print(f"FAILED: {failure}")
+        print("demo: " + ("FAILED" if failures else "OK"))
+    return 1 if failures else 0
+
+
+async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[dict[str, Any], list[str]]:
+    launcher.make_keys(plan.participants)
+    names = {launcher.keys[name].account: name for name in plan.participants}
+    with Screen(names) as screen:
+        screen.say(f"starting {len(plan.participants)} participants, each a process with its own key")
+        ledger = await _start_chain(plan, launcher)
+        reader = Reader(ledger, launcher.root / "observer")
+        try:
+            await _start_roles(plan, launcher, ledger, screen)
+            task = await _publish(plan, launcher, ledger, screen)
+            await _watch(launcher, ledger, reader, task, screen)
+            evaluation = await _finish(plan, launcher, ledger, reader, task, screen)
+            await ledger.poll()
+            final = ledger.state.tasks[task]
+            summary = await check.summarise(plan, ledger, final, names, evaluation)
+            summary["seconds"] = round(time.monotonic() - started, 1)
+            summary["seed"] = plan.seed
+            failures = check.find_failures(plan, summary, final)
+            summary["text"] = check.render(summary, names)
+            return summary, failures
+        finally:
+            await reader.close()
+            await ledger.close()
+
+
+async def _start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
+    """Start the devnet, wait for its contracts, give everybody ether and tokens; returns an observer's ledger."""
+    port = free_port()
+    launcher.rpc = f"http://127.0.0.1:{port}"
+    launcher.start(
+        "devnet", "devnet", "--port", str(port), "--block-seconds", str(plans.BLOCK_SECONDS), "--seed",
+        str(plan.seed), "--directory", str(launcher.root / "devnet"),
+    )  # fmt: skip
+    base = launcher.root / "trainer" / "base"
+    launcher.running["base"] = subprocess.Popen(
+        [sys.executable, "-m", "troth", "policy", "init", str(base), "--seed", str(plan.seed)],
+        env=launcher.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=(launcher.root / "base.txt").open("wb"),
+    )
+    deadline = time.monotonic() + START_SECONDS_MAX
+    settings = LedgerSettings(rpc=launcher.rpc)
+    while True:
+        try:
+            deployment = await find_deployment(settings)
+            break
+        except TrothError:
+            if time.monotonic() > deadline or launcher.find_dead():
+                raise Fault(f"the devnet did not come up: {launcher.read_log('devnet')}") from None
+            await asyncio.sleep(0.3)
+    async with HttpRpc(launcher.rpc) as rpc:
+        requests: list[tuple[str, list[Any]]] = []
+        for name in plan.participants:
+            account = "0x" + launcher.keys[name].account.hex()
+            requests.append(("devnet_fund", [account, hex(10 * 10**18)]))
+            requests.append(("devnet_mint", [account, hex(100 * plans.STAKE if name == "initiator" else plans.STAKE)]))
+        try:
+            for answer in await rpc.batch(requests):
+                if isinstance(answer, RpcError):
+                    raise Fault(f"the faucet refused: {answer}")
+        except Unreachable as error:
+            raise Fault(f"the devnet went away: {error}") from None
+    observer = Keys(plan.seed.to_bytes(32, "big"))
+    ledger = EvmLedger(launcher.rpc, deployment, observer.ledger_secret, launcher.root / "observer.sqlite")
+    await ledger.poll()
+    return ledger
+
+
+async def _start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> None:
+    """Start every role and wait until all are registered on the ledger."""
+    stake = f"stake = {plans.STAKE}"
+    config = launcher.write_settings("relay", stake, serves=True, seconds=0.2)
+    launcher.start("relay", "relay", "run", "--yes", "--config", str(config))
+    for i in range(3):
+        config = launcher.write_settings(f"verifier{i}", stake, serves=True, seconds=0.25)
+        launcher.start(f"verifier{i}", "verifier", "run", "--yes", "--config", str(config))
+    for name in plan.nodes:
+        top = f"{stake}\nslots = {plans.SLOTS}"
+        config = launcher.write_settings(name, top, serves=True, seconds=0.25)
+        cheat = ["--cheat", name] if name in plan.cheats else []
+        launcher.start(name, "node", "run", "--yes", *cheat, "--config", str(config))
+    await _wait_base(launcher)
+    base = launcher.root / "trainer" / "base"
+    total_steps = plan.num_epochs * plans.EPOCH_ROUNDS
+    top = f'{stake}\n[trainer]\nbase = "{base}"\ntotal_steps = {total_steps}\n'
+    config = launcher.write_settings("trainer", top, serves=True, seconds=0.2)
+    launcher.start("trainer", "trainer", "run", "--yes", "--config", str(config))
+    launcher.write_settings("initiator", serves=False, seconds=0.25)
+    wanted = {launcher.keys[name].account for name in plan.participants if name != "initiator"}
+    deadline = time.monotonic() + START_SECONDS_MAX
+    while not wanted <= set(ledger.state.participants):
+        await _check_alive(launcher)
+        if time.monotonic() > deadline:
+            missing = [
+                n for n in plan.participants if launcher.keys[n].account in wanted - set(ledger.state.participants)
+            ]
+            raise Fault(f"not registered after {START_SECONDS_MAX:.0f} s: {', '.join(missing)}")
+        await ledger.poll()
+        await asyncio.sleep(POLL_SECONDS)
+    screen.say(f"{len(wanted)} participants are registered and staked")
+
+
+async def _wait_base(launcher: Launcher) -> None:
+    process = launcher.running.pop("base")
+    while process.poll() is None:
+        await asyncio.sleep(0.2)
+    if process.returncode:
+        raise Fault(f"the base policy was not made: {(launcher.root / 'base.txt').read_text(errors='replace')[-2000:]}")
+
+
+async def _check_alive(launcher: Launcher) -> None:
+    dead = launcher.find_dead()
+    if dead:
+        raise Fault(f"process {dead[0]} ended by itself: {launcher.read_log(dead[0])}")
+
+
+async def _publish(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> bytes:
+    """The initiator publishes the task; returns its id once our replica has it."""
+    root = launcher.root
+    config = str(root / "trainer" / "troth.toml")
+    # The trainer's process owns its outbox, so its base policy is described from another directory.
+    described = await asyncio.to_thread(
+        launcher.ask, "policy", "describe", str(root / "trainer" / "base"), "--json", "--config", config,
+        "--directory", str(root / "describe"),
+    )  # fmt: skip
+    file = root / "initiator" / "task.toml"
+    file.write_text(plans.write_task(plan, **described))
+    published = await asyncio.to_thread(
+        launcher.ask,
+        "task",
+        "publish",
+        str(file),
+        "--yes",
+        "--json",
+        "--config",
+        str(root / "initiator" / "troth.toml"),
+    )
+    task = bytes.fromhex(published["task"])
+    while task not in ledger.state.tasks:
+        await ledger.poll()
+        await asyncio.sleep(POLL_SECONDS)
+    screen.say(f"task {task.hex()[:12]} is published with {published['deposit']} in escrow")
+    return task
+
+
+async def _watch(launcher: Launcher, ledger: EvmLedger, reader: Reader, task_id: bytes, screen: Screen) -> None:
+    """Show progress until the last round's rollouts are committed."""
+    lineage: Lineage | None = None
+    while True:
+        await ledger.poll()
+        await _check_alive(launcher)
+        task = ledger.state.tasks[task_id]
+        lineage = await _newest_lineage(reader, task, lineage)
+        screen.show(ledger.state, task, lineage)
+        if ledger.state.block_number > get_times(task, get_end_round(task) - 1).receipt_deadline:
+            return
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _newest_lineage(reader: Reader, task: Task, known: Lineage | None) -> Lineage | None:
+    """The newest policy's public lineage record, or what is known when it cannot be had now."""
+    newest = task.policies[-1].version
+    if not newest or (known is not None and known.policy_version == newest):
+        return known
+    try:
+        data = await reader.blobs.get(compute_lineage_key(task.task, newest))
+        return decode(Lineage, decode(Signed, data, bytes_max=LINEAGE_BYTES_MAX).body, bytes_max=LINEAGE_BYTES_MAX)
+    except TrothError:
+        return known
+
+
+async def _finish(
+    plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, reader: Reader, task_id: bytes, screen: Screen
+) -> check.Evaluation:
+    """Evaluate while the last epoch settles, then claim and close."""
+    launcher.stop("trainer", *plan.nodes)
+    task = ledger.state.tasks[task_id]
+    eligible = [policy.version for policy in task.policies if policy.eligible_block is not None]
+    folders = [await reader.policies.fetch(task_id, version) for version in (0, max(eligible))]
+    evaluation = asyncio.create_task(asyncio.to_thread(_evaluate, launcher, folders, task))
+    screen.say(f"the last round is over; settling {get_num_epochs(task)} epochs")
+    deadline = time.monotonic() + SETTLE_SECONDS_MAX
+    while True:
+        await ledger.poll()
+        await _check_alive(launcher)
+        task = ledger.state.tasks[task_id]
+        screen.show(ledger.state, task, None)
+        if task.final is not None and task.final.epoch + 1 >= get_num_epochs(task):
+            break
+        if time.monotonic() > deadline:
+            settled = "none" if task.final is None else task.final.epoch
+            raise Fault(f"not settled after {SETTLE_SECONDS_MAX:.0f} s: last final epoch is {settled}")
+        await asyncio.sleep(POLL_SECONDS)
+    verifiers = [name for name in plan.participants if name.startswith("verifier")]
+    launcher.stop(*verifiers)
+    honest = [name for name in plan.nodes if name not in plan.cheats]
+    screen.say("settled; claiming")
+    await asyncio.gather(*(asyncio.to_thread(_claim, launcher, name, task_id) for name in (*honest, *verifiers)))
+    await asyncio.to_thread(_close, launcher, task_id)
+    return await evaluation
+
+
+def _claim(launcher: Launcher, name: str, task: bytes) -> None:
+    config = str(launcher.root / name / "troth.toml")
+    launcher.ask("claim", "--yes", "--json", "--config", config, "--task", task.hex())
+
+
+def _close(launcher: Launcher, task: bytes) -> None:
+    config = str(launcher.root / "initiator" / "troth.toml")
+    launcher.ask("task", "close", task.hex(), "--yes", "--json", "--config", config)
+
+
+def _evaluate(launcher: Launcher, folders: list[Path], task: Task) -> check.Evaluation:
+    """Sample both policies on held-out prompts, in a process of its own (it needs torch, this one does not)."""
+    environment = task.spec.environment
+    done = subprocess.run(
+        [sys.executable, "-m", "troth.demo.evaluate", environment.entry, environment.args, *map(str, folders)],
+        env=launcher.environment(),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode:
+        raise Fault(f"the evaluation failed: {done.stderr.decode(errors='replace')[-2000:]}")
+    return check.Evaluation(**json.loads(done.stdout))

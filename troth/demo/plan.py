@@ -1,0 +1,113 @@
+"""The numbers of a demo run: who takes part, how long it lasts, what the task says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import ConfigError
+from protocol.presets import MINIMAL
+
+#: Adversaries of the default run, by the name `troth node run --cheat` knows them by.
+CHEATS = ("stale-policy", "false-reward", "token-editor", "sleeper")
+
+BLOCK_SECONDS = 0.5
+ROUND_BLOCKS = 6
+EPOCH_ROUNDS = 8
+EPOCHS_DEFAULT = 6
+#: Start-up, the last settlement, claims and the final check, in seconds.
+SECONDS_AROUND = 70.0
+
+GROUPS_PER_ROUND = 35
+GROUP_SIZE = 16
+SLOTS = 14
+STAKE = 20_000_000_000
+REWARD_GAIN_MIN = 0.3
+HELD_OUT_MIN = 1_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run."""
+
+    seed: int
+    num_nodes: int
+    cheats: tuple[str, ...]
+    num_epochs: int
+
+    @property
+    def is_default_length(self) -> bool:
+        """Whether the reward gate applies."""
+        return self.num_epochs >= EPOCHS_DEFAULT
+
+    @property
+    def participants(self) -> list[str]:
+        """Names of all processes that hold a key, initiator first."""
+        nodes = [f"node{i}" for i in range(self.num_nodes)]
+        return ["initiator", "trainer", "relay", "verifier0", "verifier1", "verifier2", *nodes, *self.cheats]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of honest nodes and cheats."""
+        return [name for name in self.participants if name.startswith("node") or name in self.cheats]
+
+
+def make_plan(seed: int, num_nodes: int, cheats: str, minutes: float) -> Plan:
+    """Turn command-line options into a plan.
+
+    Raises:
+        ConfigError: for an unknown adversary.
+    """
+    names = CHEATS if not cheats else tuple(name for name in cheats.split(",") if name and name != "none")
+    for name in names:
+        if name not in CHEATS:
+            raise ConfigError(f"unknown cheat {name!r}: known are {', '.join(CHEATS)}, or none")
+    if len(set(names)) != len(names):
+        raise ConfigError("each cheat can take part once")
+    epoch_seconds = EPOCH_ROUNDS * ROUND_BLOCKS * BLOCK_SECONDS
+    epochs = EPOCHS_DEFAULT if not minutes else max(1, int((minutes * 60 - SECONDS_AROUND) / epoch_seconds))
+    return Plan(seed, num_nodes, names, epochs)
+
+
+def write_task(plan: Plan, *, base_policy: str, base_manifest: str, trainer: str) -> str:
+    """The task file of a run."""
+    economics = MINIMAL.economics
+    slot_pay = GROUP_SIZE * (economics.reward_base + 6 * economics.reward_token)
+    epoch_pay = EPOCH_ROUNDS * (GROUPS_PER_ROUND * slot_pay + 3 * economics.verifier_fee)
+    return f"""\
+name = "sort-4"
+preset = "minimal"
+base_policy = "{base_policy}"
+base_manifest = "{base_manifest}"
+licence_data = "CC0-1.0"
+licence_model = "Apache-2.0"
+group_size = {GROUP_SIZE}
+groups_per_round = {GROUPS_PER_ROUND}
+slots_max = {SLOTS}
+max_staleness = 4
+trainer = "{trainer}"
+
+[environment]
+entry = "sort"
+args = {{ n = 4 }}
+
+[sampling]
+temperature = 1.0
+max_tokens = 6
+stop_tokens = [1]
+
+[escrow]
+deposit = {epoch_pay * plan.num_epochs + 1_000_003}
+
+[profile]
+topk = 32
+exponent_mismatches_max = 1
+
+[schedule]
+round_blocks = {ROUND_BLOCKS}
+epoch_rounds = {EPOCH_ROUNDS}
+num_epochs = {plan.num_epochs}
+
+[economics]
+audit_ppm = 50_000
+node_stake_min = 10_000_000
+"""
