@@ -39,10 +39,10 @@ def _start(ledger: EvmLedger, task: bytes) -> int:
 def test_round_times_follow_the_terms(ledger: EvmLedger, task: bytes) -> None:
     start = ledger.view("book", "stateOf", task)[1]
     assert start == ledger.block - 1 + TERMS.start_delay_blocks
-    assert ledger.times(task, 0) == (start, start + 3, start + 5, start + 6, start + 9, start + 11)
+    assert ledger.times(task, 0) == (start, start + 6, start + 10, start + 11, start + 14, start + 16)
     assert ledger.times(task, 5)[0] == start + 20
     assert ledger.error("stranger", "book", "openRound", task, 6) == ("PastTheEnd", 6, 6)
-    assert ledger.view("book", "lastRevealOf", task, 0) == start + 4 + 11
+    assert ledger.view("book", "lastRevealOf", task, 0) == start + 4 + 16
     assert ledger.view("book", "termsOf", task) == ledger.terms()
 
 

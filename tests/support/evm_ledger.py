@@ -55,8 +55,8 @@ TERMS = Terms(
     round_blocks=4,
     epoch_rounds=2,
     num_epochs=3,
-    commit_blocks=3,
-    receipt_blocks=2,
+    commit_blocks=6,
+    receipt_blocks=4,
     finality_blocks=1,
     verdict_commit_blocks=3,
     verdict_reveal_blocks=2,
@@ -73,8 +73,8 @@ TERMS = Terms(
     base_policy=b"\x01" * 32,
     base_manifest=b"\x02" * 32,
 )
-#: The shortest unbonding time that `TERMS` allow: one epoch (8), deadlines (11), two challenge windows (8).
-UNBOND_BLOCKS = 27
+#: The shortest unbonding time that `TERMS` allow: one epoch (8), deadlines (16), two challenge windows (8).
+UNBOND_BLOCKS = 32
 DEPOSIT = 3_500
 SPEC = b"a task"
 
