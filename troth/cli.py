@@ -20,7 +20,6 @@ import typer
 from protocol.errors import ConfigError, Fault, Ignore, Reject
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def _group(name: str, text: str) -> typer.Typer:
@@ -64,15 +63,44 @@ def run(work: Awaitable[Any]) -> Any:
     return asyncio.run(main())
 
 
-def settings_of(ctx: typer.Context, config: list[Path] | None) -> Any:
-    """Settings from --config files and the remaining `--key value` arguments."""
+#: `--key value` settings of this command line, taken out before typer sees it.
+_overrides: list[str] = []
+#: Commands whose options are their own; all others take settings.
+_WITHOUT_SETTINGS = ("devnet", "demo", "doctor", "fund", "keys")
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Take `--table.key value` and `--key value` settings out of a command line.
+
+    Returns:
+        The rest, and the settings.
+    """
+    from troth.settings import RoleSettings
+
+    if not arguments or arguments[0] in _WITHOUT_SETTINGS or arguments[0].startswith("-"):
+        return arguments, []
+    rest, overrides, pending = [], [], list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        name = argument[2:].partition("=")[0]
+        if argument.startswith("--") and ("." in name or name in RoleSettings.model_fields):
+            overrides.append(argument)
+            if "=" not in argument and pending:
+                overrides.append(pending.pop(0))
+        else:
+            rest.append(argument)
+    return rest, overrides
+
+
+def settings_of(config: list[Path] | None) -> Any:
+    """Settings from --config files and the `--key value` arguments."""
     from troth.settings import load_settings
 
     files = config or ([Path("troth.toml")] if Path("troth.toml").exists() else [])
-    return load_settings(files, ctx.args)
+    return load_settings(files, _overrides)
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command()
 def devnet(
     host: str = "127.0.0.1",
     port: int = 8545,
@@ -141,61 +169,60 @@ def policy_init(
     emit(shown) if json_ else print("\n".join(f"{name}: {value}" for name, value in shown.items()))
 
 
-@policy_app.command("describe", context_settings=OVERRIDES)
-def policy_describe(ctx: typer.Context, folder: Path, config: Config = None, json_: Json = False) -> None:
+@policy_app.command("describe")
+def policy_describe(folder: Path, config: Config = None, json_: Json = False) -> None:
     """Content hash and base manifest of a policy folder, signed with the trainer's key: what task.toml names."""
     from troth.commands import policy_describe as work
 
-    shown = run(work(settings_of(ctx, config), folder))
+    shown = run(work(settings_of(config), folder))
     emit(shown) if json_ else print("\n".join(f'{name} = "{value}"' for name, value in shown.items()))
 
 
-@task_app.command("publish", context_settings=OVERRIDES)
-def task_publish(ctx: typer.Context, file: Path, config: Config = None, yes: Yes = False, json_: Json = False) -> None:
+@task_app.command("publish")
+def task_publish(file: Path, config: Config = None, yes: Yes = False, json_: Json = False) -> None:
     """Publish a task file and put its reward into escrow."""
     from troth.commands import task_publish as work
 
-    shown = run(work(settings_of(ctx, config), file, yes=yes))
+    shown = run(work(settings_of(config), file, yes=yes))
     emit(shown) if json_ else print(f"task {shown['task']} published, round 0 starts at block {shown['start_block']}")
 
 
-@task_app.command("list", context_settings=OVERRIDES)
-def task_list(ctx: typer.Context, config: Config = None, json_: Json = False) -> None:
+@task_app.command("list")
+def task_list(config: Config = None, json_: Json = False) -> None:
     """All tasks on the ledger."""
     from troth.commands import task_list as work
 
-    rows = run(work(settings_of(ctx, config)))
+    rows = run(work(settings_of(config)))
     emit(rows) if json_ else table(rows, ["task", "name", "phase", "round", "end_round", "policy_version", "deposit"])
 
 
-@task_app.command("show", context_settings=OVERRIDES)
-def task_show(ctx: typer.Context, task: str = "", config: Config = None, json_: Json = False) -> None:
+@task_app.command("show")
+def task_show(task: Annotated[str, typer.Argument()] = "", config: Config = None, json_: Json = False) -> None:
     """One task: its terms, its state, its escrow."""
     from troth.commands import task_show as work
 
-    emit(run(work(settings_of(ctx, config), task)))
+    emit(run(work(settings_of(config), task)))
 
 
-@task_app.command("cancel", context_settings=OVERRIDES)
-def task_cancel(ctx: typer.Context, task: str, config: Config = None, yes: Yes = False) -> None:
+@task_app.command("cancel")
+def task_cancel(task: str, config: Config = None, yes: Yes = False) -> None:
     """Open no rounds from the next epoch on. What was earned stays payable, the rest goes back at the close."""
     from troth.commands import task_cancel as work
 
-    print(run(work(settings_of(ctx, config), task, yes=yes)))
+    print(run(work(settings_of(config), task, yes=yes)))
 
 
-@task_app.command("close", context_settings=OVERRIDES)
-def task_close(ctx: typer.Context, task: str, config: Config = None, yes: Yes = False, json_: Json = False) -> None:
+@task_app.command("close")
+def task_close(task: str, config: Config = None, yes: Yes = False, json_: Json = False) -> None:
     """Refund what nobody earned, once the task is settled or timed out. Anybody may do it."""
     from troth.commands import task_close as work
 
-    shown = run(work(settings_of(ctx, config), task, yes=yes))
+    shown = run(work(settings_of(config), task, yes=yes))
     emit(shown) if json_ else print(f"closed: {shown['refunded']} refunded, {shown['burned']} burned")
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command()
 def stake(
-    ctx: typer.Context,
     action: Annotated[str, typer.Argument(help="show, add, unbond or withdraw")] = "show",
     amount: int = 0,
     config: Config = None,
@@ -205,13 +232,12 @@ def stake(
     """Show or change this account's stake."""
     from troth.commands import stake as work
 
-    shown = run(work(settings_of(ctx, config), action, amount, yes=yes))
+    shown = run(work(settings_of(config), action, amount, yes=yes))
     emit(shown) if json_ else print("\n".join(f"{name}: {value}" for name, value in shown.items()))
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command()
 def claim(
-    ctx: typer.Context,
     accounts: Annotated[list[str] | None, typer.Argument(help="accounts to pay; this one by default")] = None,
     all_: Annotated[bool, typer.Option("--all", help="pay everybody, in batches")] = False,
     config: Config = None,
@@ -221,16 +247,16 @@ def claim(
     """Claim what final settlements owe. Money goes to the account that earned it, whoever sends the claim."""
     from troth.commands import claim as work
 
-    rows = run(work(settings_of(ctx, config), accounts or [], everybody=all_, yes=yes))
+    rows = run(work(settings_of(config), accounts or [], everybody=all_, yes=yes))
     emit(rows) if json_ else table(rows, ["account", "claimed", "cumulative"])
 
 
-@app.command(context_settings=OVERRIDES)
-def status(ctx: typer.Context, config: Config = None, json_: Json = False) -> None:
+@app.command()
+def status(config: Config = None, json_: Json = False) -> None:
     """The task, its nodes, their standing and unclaimed earnings, from the ledger."""
     from troth.commands import status as work
 
-    shown = run(work(settings_of(ctx, config)))
+    shown = run(work(settings_of(config)))
     if json_:
         emit(shown)
         return
@@ -240,12 +266,12 @@ def status(ctx: typer.Context, config: Config = None, json_: Json = False) -> No
     table(shown["nodes"], columns)
 
 
-@app.command(context_settings=OVERRIDES)
-def explain(ctx: typer.Context, rollout: str, config: Config = None, json_: Json = False) -> None:
+@app.command()
+def explain(rollout: str, config: Config = None, json_: Json = False) -> None:
     """Run every check on one rollout (TASK/ROUND/ACCOUNT/SLOT/SAMPLE) from public data and show each number."""
     from troth.commands import explain as work
 
-    rows = run(work(settings_of(ctx, config), rollout))
+    rows = run(work(settings_of(config), rollout))
     if json_:
         emit(rows)
     else:
@@ -276,39 +302,38 @@ def doctor(directory: Path = Path("run"), role: str = "", json_: Json = False) -
         raise typer.Exit(1)
 
 
-def _run_role(role: str, ctx: typer.Context, config: list[Path] | None, yes: bool, **options: Any) -> None:
+def _run_role(role: str, config: list[Path] | None, yes: bool, **options: Any) -> None:
     from troth.roles import run_role
 
-    run(run_role(role, settings_of(ctx, config), yes=yes, **options))
+    run(run_role(role, settings_of(config), yes=yes, **options))
 
 
-@node_app.command("run", context_settings=OVERRIDES)
+@node_app.command("run")
 def node_run(
-    ctx: typer.Context,
     config: Config = None,
     yes: Yes = False,
     cheat: Annotated[str, typer.Option(help="Misbehave like this adversary; for tests and demos.", hidden=True)] = "",
 ) -> None:
     """Run a rollout node until it is told to stop."""
-    _run_role("node", ctx, config, yes, cheat=cheat)
+    _run_role("node", config, yes, cheat=cheat)
 
 
-@verifier_app.command("run", context_settings=OVERRIDES)
-def verifier_run(ctx: typer.Context, config: Config = None, yes: Yes = False) -> None:
+@verifier_app.command("run")
+def verifier_run(config: Config = None, yes: Yes = False) -> None:
     """Run a verifier until it is told to stop."""
-    _run_role("verifier", ctx, config, yes)
+    _run_role("verifier", config, yes)
 
 
-@trainer_app.command("run", context_settings=OVERRIDES)
-def trainer_run(ctx: typer.Context, config: Config = None, yes: Yes = False) -> None:
+@trainer_app.command("run")
+def trainer_run(config: Config = None, yes: Yes = False) -> None:
     """Run the trainer until it is told to stop."""
-    _run_role("trainer", ctx, config, yes)
+    _run_role("trainer", config, yes)
 
 
-@relay_app.command("run", context_settings=OVERRIDES)
-def relay_run(ctx: typer.Context, config: Config = None, yes: Yes = False) -> None:
+@relay_app.command("run")
+def relay_run(config: Config = None, yes: Yes = False) -> None:
     """Run a relay until it is told to stop."""
-    _run_role("relay", ctx, config, yes)
+    _run_role("relay", config, yes)
 
 
 @app.command()
@@ -355,7 +380,9 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        app()
+        rest, overrides = split_overrides(sys.argv[1:])
+        _overrides[:] = overrides
+        app(args=rest, prog_name="troth")
     except ConfigError as error:
         print(f"troth: {error}", file=sys.stderr)
         sys.exit(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +23,18 @@ from troth.views import describe_nodes, describe_spec, describe_task, get_final_
 
 #: Accounts paid by one batched claim.
 CLAIM_BATCH = 50
+
+
+@asynccontextmanager
+async def reading(settings: RoleSettings) -> AsyncIterator[EvmLedger]:
+    """The ledger for somebody who only reads: no keystore, nothing written, a running role is not disturbed."""
+    with tempfile.TemporaryDirectory(prefix="troth-read-") as folder:
+        keys = Keys(secrets.token_bytes(32))
+        ledger = await open_ledger(settings.model_copy(update={"directory": folder}), keys)
+        try:
+            yield ledger
+        finally:
+            await ledger.close()
 
 
 @asynccontextmanager
@@ -57,9 +71,8 @@ async def fund(rpc_url: str, account: str, tokens: int, ether: float) -> None:
 
 def policy_init(folder: Path, entry: str, args: str, seed: int) -> dict[str, Any]:
     """Make a base policy; returns what was measured."""
-    from trainer.warmup import make_base_policy
-
     from environments import load_entry
+    from trainer.warmup import make_base_policy
 
     return make_base_policy(folder, load_entry(entry, args), seed=seed)
 
@@ -113,7 +126,7 @@ def encode_count(tasks: set[bytes]) -> bytes:
 
 async def task_list(settings: RoleSettings) -> list[dict[str, Any]]:
     """All tasks, newest first."""
-    async with session(settings) as (ledger, _):
+    async with reading(settings) as ledger:
         tasks = sorted(ledger.state.tasks.values(), key=lambda task: -task.start_block)
         return [describe_task(ledger.state, task) for task in tasks]
 
@@ -128,7 +141,7 @@ async def escrow_of(ledger: EvmLedger, task: bytes) -> dict[str, Any]:
 
 async def task_show(settings: RoleSettings, wanted: str) -> dict[str, Any]:
     """One task's terms, state and escrow."""
-    async with session(settings) as (ledger, _):
+    async with reading(settings) as ledger:
         task = _task(ledger, wanted)
         return {
             **describe_task(ledger.state, task),
@@ -246,7 +259,7 @@ def _task_or_closed(ledger: EvmLedger, wanted: str) -> Task:
 
 async def status(settings: RoleSettings) -> dict[str, Any]:
     """The task and its nodes."""
-    async with session(settings) as (ledger, _):
+    async with reading(settings) as ledger:
         task = _task_or_closed(ledger, settings.task)
         return {"task": describe_task(ledger.state, task), "nodes": describe_nodes(ledger.state, task)}
 
@@ -255,5 +268,5 @@ async def explain(settings: RoleSettings, rollout: str) -> list[dict[str, Any]]:
     """Run every check on one rollout from public data."""
     from troth.explain import explain_rollout
 
-    async with session(settings) as (ledger, keys):
-        return await explain_rollout(settings, ledger, keys, rollout)
+    async with reading(settings) as ledger:
+        return await explain_rollout(settings, ledger, rollout)
