@@ -1,1 +1,1 @@
-
+"""From an assignment to signed rollouts with commitments."""

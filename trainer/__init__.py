@@ -1,1 +1,1 @@
-
+"""From accepted rollouts to a new policy."""

@@ -6,6 +6,7 @@ key, what was seen and what is expected.
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,6 @@ def _hex(name: str, text: str, length: int) -> bytes:
 
 def _replace(kind: type[Any], base: Any, table: dict[str, Any], name: str) -> Any:
     """A struct with some fields replaced; an unknown field names the nearest one."""
-    import difflib
-
     for key in table:
         if key not in kind.__struct_fields__:
             near = difflib.get_close_matches(key, kind.__struct_fields__, n=1, cutoff=0.4)
@@ -106,12 +105,19 @@ def load_task_file(path: Path, *, token: bytes, content_hash: Any) -> tuple[Task
         ConfigError: naming the key, what was seen and what is expected.
     """
     table = validate(TaskTable, read_toml(path), str(path))
+    try:
+        return _build_spec(table, token, content_hash), table.escrow.deposit
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _build_spec(table: TaskTable, token: bytes, content_hash: Any) -> TaskSpec:
     preset = PRESETS.get(table.preset)
     if preset is None:
-        raise ConfigError(f"{path}: preset is {table.preset!r}, expected one of {', '.join(PRESETS)}")
+        raise ConfigError(f"preset is {table.preset!r}, expected one of {', '.join(PRESETS)}")
     temperature_milli = round(table.sampling.temperature * 1000)
     if temperature_milli / 1000 != table.sampling.temperature:
-        raise ConfigError(f"{path}: sampling.temperature {table.sampling.temperature} has more than three decimals")
+        raise ConfigError(f"sampling.temperature {table.sampling.temperature} has more than three decimals")
     args = json.dumps(table.environment.args, sort_keys=True, separators=(",", ":"))
     spec = TaskSpec(
         version=PROTOCOL_VERSION,
@@ -133,14 +139,11 @@ def load_task_file(path: Path, *, token: bytes, content_hash: Any) -> tuple[Task
         trainer=_hex("trainer", table.trainer, 20),
         token=token,
     )
-    try:
-        validate_spec(spec)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    validate_spec(spec)
     needed = compute_epoch_pay_max(spec)
     if table.escrow.deposit < needed:
         raise ConfigError(
-            f"{path}: escrow.deposit is {table.escrow.deposit}, expected at least {needed} for one epoch "
+            f"escrow.deposit is {table.escrow.deposit}, expected at least {needed} for one epoch "
             f"({spec.schedule.epoch_rounds} rounds of {spec.groups_per_round} groups at their maximum pay)"
         )
-    return spec, table.escrow.deposit
+    return spec

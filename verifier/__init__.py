@@ -1,1 +1,1 @@
-
+"""From a rollout to a signed verdict."""
