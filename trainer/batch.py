@@ -95,7 +95,7 @@ def _cap_nodes(groups: Sequence[TrainingGroup], size: int, share_ppm: int) -> li
             break
         size = available
     taken: Counter[bytes] = Counter()
-    batch = []
+    batch: list[TrainingGroup] = []
     for group in groups:
         if len(batch) < size and taken[group.key.account] < size * share_ppm // 1_000_000:
             taken[group.key.account] += 1

@@ -1,7 +1,6 @@
 """Durable writes of the trainer: what this module returned from survives SIGKILL and loss of power.
 
-Everything that touches a disk goes through `os`, so that a test can kill the process at every boundary. Operating system
-errors become `Fault`. Neighbours: trainer.checkpoint composes these into generations.
+Operating system errors become `Fault`. Neighbours: trainer.checkpoint composes these into generations.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Make `path` hold exactly `data`, or leave it as it was."""
     draft = path.with_name(path.name + ".tmp")
     write_synced(draft, data)
-    os.replace(draft, path)
+    draft.replace(path)
     sync_directory(path.parent)
 
 
@@ -58,5 +57,5 @@ def remove_tree(path: Path) -> None:
         if entry.is_dir() and not entry.is_symlink():
             remove_tree(entry)
         else:
-            os.unlink(entry)
-    os.rmdir(path)
+            entry.unlink()
+    path.rmdir()

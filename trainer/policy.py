@@ -7,7 +7,7 @@ hash of a folder is a hash of the policy. Neighbours: trainer.step trains what `
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
         tensors = load_tensors(data)
     except SafetensorError as error:
         raise Fault(f"{folder / WEIGHTS} is damaged: {error}; fetch the policy again") from None
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    model = make(config, dtype=dtype, trust_remote_code=False)
     problems = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     # Tied tensors are stored once; named_parameters() lists each only once, too.
@@ -83,8 +84,9 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
     if missing or problems.unexpected_keys:
         odd = (missing or problems.unexpected_keys)[0]
         raise ConfigError(f"{folder}: tensor {odd} is {'missing' if missing else 'not part of the architecture'}")
-    model.eval()
-    return model.to(device)  # type: ignore[no-any-return,arg-type]
+    model.train(False)
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return model
 
 
 def collect_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -115,7 +117,7 @@ def encode_config(config: PreTrainedConfig) -> bytes:
 def write_policy(folder: Path, config: bytes, weights: bytes) -> None:
     """Write a policy folder durably. The folder must not exist; it is complete when this returns."""
     with disk_errors(f"writing {folder}"):
-        os.mkdir(folder)
+        folder.mkdir()
         write_synced(folder / CONFIG, config)
         write_synced(folder / WEIGHTS, weights)
         sync_directory(folder)

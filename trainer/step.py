@@ -176,7 +176,7 @@ class Learner:
                 losses.append(loss)
                 norms.append(norm)
                 totals += counts
-        self.model.eval()
+        self.model.train(False)
         seen = num_tokens * config.epochs
         finite = [norm for norm in norms if np.isfinite(norm)]
         return StepReport(

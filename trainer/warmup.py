@@ -52,7 +52,7 @@ def make_base_policy(
     *,
     seed: int,
     target: float = 0.25,
-    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    shape: Shape = Shape(),
     learning_rate: float = 1e-3,
     batch_size: int = 128,
     steps_max: int = 5_000,
@@ -110,7 +110,7 @@ def _make_model(environment: SolvableEnvironment, shape: Shape) -> PreTrainedMod
         architectures=["LlamaForCausalLM"],
         dtype="float32",
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 def _supervised_step(
@@ -132,7 +132,7 @@ def _supervised_step(
     logits = model(input_ids=inputs, use_cache=False).logits
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
