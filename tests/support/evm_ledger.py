@@ -165,10 +165,14 @@ class EvmLedger:
 
     Args:
         token: artifact of the token of stake, escrow and bonds.
+        chain_id: of another chain than eth-tester's own.
+        first_nonce: of the deployer; another one gives the contracts other addresses.
     """
 
-    def __init__(self, token: str = "DevToken", unbond_blocks: int = UNBOND_BLOCKS) -> None:
+    def __init__(self, token: str = "DevToken", *, chain_id: int | None = None, first_nonce: int = 0) -> None:
         self.tester = EthereumTester(PyEVMBackend())
+        if chain_id is not None:
+            self.tester.backend.chain.chain_id = chain_id
         addresses = [bytes.fromhex(address[2:]) for address in self.tester.get_accounts()]
         self.accounts: dict[str, bytes] = dict(zip(NAMES, addresses, strict=True))
         self.contracts: dict[str, tuple[str, bytes]] = {}
@@ -176,10 +180,12 @@ class EvmLedger:
         self.codec = Codec(
             [load_artifact(n) for n in (token, "Beacons", "StakeRegistry", "Court", "TaskBook", "test/Reenterer")]
         )
-        court, book = (compute_create_address(self.accounts["deployer"], nonce) for nonce in (3, 4))
+        for nonce in range(first_nonce):
+            self.create(f"spare{nonce}", "Beacons")
+        court, book = (compute_create_address(self.accounts["deployer"], first_nonce + n) for n in (3, 4))
         self.create("token", token)
         self.create("beacons", "Beacons")
-        self.create("registry", "StakeRegistry", self.address("token"), unbond_blocks, court)
+        self.create("registry", "StakeRegistry", self.address("token"), UNBOND_BLOCKS, court)
         self.create("court", "Court", self.address("registry"), book)
         self.create("book", "TaskBook", *(self.address(n) for n in ("token", "registry", "beacons", "court")))
         assert (self.address("court"), self.address("book")) == (court, book)
