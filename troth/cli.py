@@ -158,7 +158,7 @@ def keys_show(path: Path = Path("keystore.json"), json_: Json = False) -> None:
 def policy_init(
     folder: Path,
     entry: str = "sort",
-    args: str = '{"n":4}',
+    args: str = '{"digits":4}',
     seed: int = 0,
     json_: Json = False,
 ) -> None:

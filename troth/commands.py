@@ -71,10 +71,12 @@ async def fund(rpc_url: str, account: str, tokens: int, ether: float) -> None:
 
 def policy_init(folder: Path, entry: str, args: str, seed: int) -> dict[str, Any]:
     """Make a base policy; returns what was measured."""
-    from environments import load_entry
+    import environments
+    from protocol.task import Environment
     from trainer.warmup import make_base_policy
 
-    return make_base_policy(folder, load_entry(entry, args), seed=seed)
+    environment = environments.load(Environment(entry, args, environments.content_hash(entry, args)))
+    return make_base_policy(folder, environment, seed=seed)
 
 
 async def policy_describe(settings: RoleSettings, folder: Path) -> dict[str, str]:

@@ -59,7 +59,7 @@ licence_model = "Apache-2.0"
 trainer = "0x{account}"
 [environment]
 entry = "sort"
-args = {{ n = 4 }}
+args = {{ digits = 4 }}
 [sampling]
 max_tokens = 6
 stop_tokens = [1]
@@ -77,7 +77,7 @@ def _load(tmp_path, text):
 def test_a_task_file_becomes_a_canonical_spec(tmp_path):
     spec, deposit = _load(tmp_path, TASK)
     assert decode_spec(encode(spec)) == spec
-    assert spec.environment.args == '{"n":4}'
+    assert spec.environment.args == '{"digits":4}'
     assert deposit >= compute_epoch_pay_max(spec) == compute_terms(spec).epoch_pay_max
 
 

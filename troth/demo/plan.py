@@ -88,7 +88,7 @@ trainer = "{trainer}"
 
 [environment]
 entry = "sort"
-args = {{ n = 4 }}
+args = {{ digits = 4 }}
 
 [sampling]
 temperature = 1.0
