@@ -73,6 +73,10 @@ class Ratchet:
         """Highest version accepted, -1 for none."""
         return self._heads.get((task, key), -1)
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether this is the hash of an accepted manifest that is still kept."""
+        return digest in self._manifests
+
     def manifest(self, digest: bytes) -> Manifest:
         """An accepted manifest by its hash. Raises `NotFound`."""
         try:

@@ -2,7 +2,7 @@
 
 Order of checks, cheap to costly: frame count, admitted key, token bucket, shape, queue space, then disk. A message that
 fails one is counted, answered when its sender can still be told, and forgotten. All queues are bounded; one sender has at
-most `INFLIGHT_MAX` requests waiting and one upload. Nothing is served that the store did not verify.
+most `INFLIGHT_MAX` requests waiting and one letter under way. Nothing is served that the store did not verify.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ EventSink = Callable[[str, dict[str, Any]], None]
 QUEUE_MAX = 1024
 #: Requests of one sender that may wait; a client keeps far fewer.
 INFLIGHT_MAX = 128
-UPLOADS_MAX = 32
+#: Letters being received or judged; with LETTER_BYTES_MAX this bounds the memory of all of them.
+UPLOADS_MAX = 16
 UPLOAD_IDLE_S_MAX = 30.0
 SENDERS_MAX = 4096
 _WORKERS = 4
@@ -62,6 +63,10 @@ class _Upload:
     data: bytearray = field(default_factory=bytearray)
     granted: int = 0
     touched: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.data) == self.put.size
 
 
 @dataclass(frozen=True)
@@ -181,18 +186,27 @@ class Server:
         if self._store.mail.check(sender, put.key, put.digest, put.size):
             self._answer(routing_id, wire.Done(put.id))
             return
+        known = self._uploads.get(sender)
+        if known is not None and known.complete:
+            raise wire.Busy("your previous letter is still being judged: retry later or elsewhere")
         for key, upload in list(self._uploads.items()):
-            if now - upload.touched > UPLOAD_IDLE_S_MAX:
+            if not upload.complete and now - upload.touched > UPLOAD_IDLE_S_MAX:
                 del self._uploads[key]
-        self._uploads.pop(sender, None)  # one upload per sender: the newest
+        self._uploads.pop(sender, None)  # an upload that its sender gave up
         if len(self._uploads) >= UPLOADS_MAX:
             raise wire.Busy(f"{UPLOADS_MAX} uploads are under way: retry later or elsewhere")
-        upload = _Upload(routing_id, put, touched=now)
-        if put.size == 0:
-            self._enqueue(_Job(sender, routing_id, upload))
-            return
-        self._uploads[sender] = upload
-        self._grant(upload)
+        upload = self._uploads[sender] = _Upload(routing_id, put, touched=now)
+        if upload.complete:
+            self._enqueue_upload(sender, upload)
+        else:
+            self._grant(upload)
+
+    def _enqueue_upload(self, sender: bytes, upload: _Upload) -> None:
+        try:
+            self._enqueue(_Job(sender, upload.routing_id, upload))
+        except wire.Busy:
+            del self._uploads[sender]
+            raise
 
     def _grant(self, upload: _Upload) -> None:
         upload.granted = min(upload.put.size, len(upload.data) + wire.PUT_CREDITS * wire.CHUNK_BYTES)
@@ -203,7 +217,7 @@ class Server:
         self, sender: bytes, routing_id: bytes, part: wire.Part, payload: zmq.Frame, now: float
     ) -> None:
         upload = self._uploads.get(sender)
-        if upload is None or upload.put.id != part.id or upload.routing_id != routing_id:
+        if upload is None or upload.complete or upload.put.id != part.id or upload.routing_id != routing_id:
             raise Reject(Reason.MALFORMED, "no such upload is under way", observed=part.id, todo="start it again")
         data = payload.buffer
         expected = min(wire.CHUNK_BYTES, upload.put.size - len(upload.data))
@@ -217,9 +231,8 @@ class Server:
             )
         upload.data += data
         upload.touched = now
-        if len(upload.data) == upload.put.size:
-            del self._uploads[sender]
-            self._enqueue(_Job(sender, routing_id, upload))
+        if upload.complete:
+            self._enqueue_upload(sender, upload)
         elif len(upload.data) == upload.granted:
             self._grant(upload)
 
@@ -252,7 +265,10 @@ class Server:
             manifest: Manifest = self._store.manifest(request.manifest)
             self._answer(job.routing_id, wire.Bitmap(request.id), self._store.bitmap(manifest))
         else:
-            await self._finish_upload(job.sender, request)
+            try:
+                await self._finish_upload(job.sender, request)
+            finally:
+                del self._uploads[job.sender]
 
     async def _finish_upload(self, sender: bytes, upload: _Upload) -> None:
         put, data = upload.put, bytes(upload.data)

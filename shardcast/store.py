@@ -20,7 +20,7 @@ from types import TracebackType
 
 from protocol.codec import Domain
 from protocol.errors import ConfigError, Fault
-from shardcast.content import ContentDir, NotFound, sha256
+from shardcast.content import ContentDir, sha256
 from shardcast.files import disk_errors
 from shardcast.folder import assemble_folder, check_folder
 from shardcast.mailbox import Mailbox
@@ -121,11 +121,10 @@ class ShardStore:
 
     def read(self, digest: bytes, offset: int, length: int) -> tuple[int, bytes]:
         """Size of a shard, blob or accepted manifest, and up to `length` of its bytes. Raises `NotFound` or `Fault`."""
-        try:
-            return self._shards.size(digest), self._shards.read(digest, offset, length)
-        except NotFound:
+        if self._ratchet.knows(digest):
             data = self._ratchet.manifest(digest).data
             return len(data), data[offset : offset + length]
+        return self._shards.size(digest), self._shards.read(digest, offset, length)
 
     def missing(self, manifest: Manifest) -> list[bytes]:
         """Distinct shards of `manifest` that are not here, in its order."""
