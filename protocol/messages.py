@@ -101,6 +101,7 @@ class Lineage(Message, frozen=True):
         leaves: leaf hashes of the groups that were consumed, in order.
         optimizer_hash / config_hash: of the state before the step and of the trainer's settings.
         policy: content hash of the result.
+        reward_micro: mean verified reward of the rollouts in `leaves`, in millionths.
     """
 
     version: int
@@ -112,6 +113,7 @@ class Lineage(Message, frozen=True):
     optimizer_hash: bytes
     config_hash: bytes
     policy: bytes
+    reward_micro: int
 
 
 def seal(key: NetworkKey, domain: Domain, message: Message) -> bytes:

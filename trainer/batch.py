@@ -1,7 +1,7 @@
 """What a step consumes: groups of verified rollouts, and which of the waiting ones go into the next batch.
 
 `choose_batch` is a pure function of what waits, so the content of a batch and its order follow from the ledger: groups
-are taken by (round, account, slot), too stale ones are given up, and no node fills more than its share.
+are taken by (round, account, slot), too stale ones are left out, and no node fills more than its share.
 """
 
 from __future__ import annotations
@@ -46,17 +46,6 @@ class TrainingGroup:
     logprobs: tuple[NDArray[np.float32], ...]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Attributes:
-    batch: groups of the next step in order.
-    stale: groups that can never be used any more.
-    """
-
-    batch: list[TrainingGroup]
-    stale: list[TrainingGroup]
-
-
 def choose_batch(
     config: TrainerConfig,
     waiting: Iterable[TrainingGroup],
@@ -65,7 +54,7 @@ def choose_batch(
     max_staleness: int,
     groups_max: int,
     num_nodes: int,
-) -> Choice:
+) -> list[TrainingGroup]:
     """Choose the next batch.
 
     Args:
@@ -75,11 +64,10 @@ def choose_batch(
         num_nodes: nodes that deliver to this task now. With one, it may fill the batch.
     """
     ordered = sorted(waiting, key=lambda group: group.key)
-    stale = [group for group in ordered if version - group.policy_version > max_staleness]
     fresh = [group for group in ordered if version - group.policy_version <= max_staleness]
     if num_nodes > 1:
         fresh = _cap_nodes(fresh, min(groups_max, len(fresh)), config.node_share_max_ppm)
-    return Choice(fresh[:groups_max], stale)
+    return fresh[:groups_max]
 
 
 def _cap_nodes(groups: Sequence[TrainingGroup], size: int, share_ppm: int) -> list[TrainingGroup]:

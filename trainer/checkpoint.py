@@ -36,7 +36,8 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         task: task id.
         version: policy version of this generation.
-        parent: content hash of the policy it was made from; empty for a policy that was adopted from the ledger.
+        adopted: content hash of a policy that was taken from the ledger instead of made here, else empty.
+        parent: content hash of the policy it was made from; empty when adopted.
         parent_lineage: hash of the parent's lineage record on or for the ledger.
         optimizer_before: SHA-256 of the optimiser state before the step.
         config_hash: see `TrainerConfig.compute_hash`.
@@ -48,6 +49,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     task: str
     version: int
+    adopted: str
     parent: str
     parent_lineage: str
     optimizer_before: str
