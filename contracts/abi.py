@@ -7,16 +7,16 @@ Logs are decoded only when their topic is known and their data is at most `LOG_D
 
 from __future__ import annotations
 
-import json
-from importlib import resources
 from typing import Any, NamedTuple
 
 import msgspec
 from eth_abi.abi import decode as abi_decode
 from eth_abi.abi import encode as abi_encode
 from eth_abi.exceptions import DecodingError, InsufficientDataBytes
-from eth_utils import keccak
+from eth_abi.grammar import parse as parse_abi_type
+from eth_utils.crypto import keccak
 
+from contracts.artifacts import load_artifact
 from protocol.errors import ConfigError, Fault, Reject
 from protocol.ledger import calls, events
 from protocol.task import compute_terms, decode_spec
@@ -24,7 +24,7 @@ from protocol.task import compute_terms, decode_spec
 #: Longest log data that is decoded; the longest honest one is a verdict of 32 KiB.
 LOG_DATA_BYTES_MAX = 64 * 1024
 
-#: The contracts by their name in `Deployment`, in the order in which they are deployed.
+#: The contracts by their name in `Deployment`, in the order of `contracts.artifacts.DEPLOY_ORDER`.
 CONTRACTS = {
     "token": "DevToken",
     "beacons": "Beacons",
@@ -85,21 +85,6 @@ class ErrorCodec(NamedTuple):
     arguments: tuple[tuple[str, str], ...]
 
 
-def load_artifact(name: str) -> dict[str, Any]:
-    """Read the committed artifact of a contract.
-
-    Raises:
-        ConfigError: when it is missing from the installation.
-    """
-    path = resources.files("contracts").joinpath("artifacts", f"{name}.json")
-    try:
-        return json.loads(path.read_text())  # type: ignore[no-any-return]
-    except FileNotFoundError:
-        raise ConfigError(
-            f"contract artifact {name}.json is missing from contracts/artifacts: run `make contracts`, or reinstall"
-        ) from None
-
-
 def _type(entry: dict[str, Any]) -> str:
     """Canonical ABI type of a parameter; tuples are written out."""
     if not entry["type"].startswith("tuple"):
@@ -122,6 +107,9 @@ def _normal(value: Any, kind: str) -> Any:
     if kind.endswith("]"):
         inner = kind[: kind.rindex("[")]
         return tuple(_normal(item, inner) for item in value)
+    if kind.startswith("("):
+        parts = [part.to_type_str() for part in parse_abi_type(kind).components]
+        return tuple(_normal(item, part) for item, part in zip(value, parts, strict=True))
     return value
 
 
@@ -141,7 +129,7 @@ class LedgerAbi:
         }
         kinds = _ledger_events()
         for contract, artifact in CONTRACTS.items():
-            for entry in load_artifact(artifact)["abi"]:
+            for entry in load_artifact(artifact).abi:
                 self._add(contract, entry, kinds)
 
     def _add(self, contract: str, entry: dict[str, Any], kinds: dict[str, type[events.Event]]) -> None:

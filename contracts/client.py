@@ -79,6 +79,8 @@ class EvmLedger:
         self._outbox.bind(account="0x" + self.account.hex(), ledger="0x" + deployment.book.hex())
         self._lock = asyncio.Lock()
         self._checked = False
+        self._rewinds = 0
+        self._undelivered: list[Logged] = []
         self._away_since: float | None = None
         self._failures = 0
         self._retry_at = 0.0
@@ -118,22 +120,28 @@ class EvmLedger:
             Fault: the node's events do not decode, or the outbox cannot be written.
         """
         async with self._lock:
-            if time.monotonic() < self._retry_at:
-                return []
-            try:
-                if not self._checked:
-                    await self._check_node()
-                new = await self._follower.poll()
-            except (Unreachable, RpcError) as error:
-                self._went_away(error)
-                return []
-            try:
-                if self._follower.head is not None:
-                    await self._sender.step(self._follower.head.base_fee, self._follower.cursor)
-                self._came_back()
-            except (Unreachable, RpcError) as error:
-                self._went_away(error)  # the new events stand all the same
+            await self._advance()
+            new, self._undelivered = self._undelivered, []
             return new
+
+    async def _advance(self) -> None:
+        """One look at the node. New events wait in `_undelivered` for the next `poll`."""
+        if time.monotonic() < self._retry_at:
+            return
+        try:
+            if not self._checked:
+                await self._check_node()
+            self._undelivered += await self._follower.poll()
+            if self._follower.rewinds != self._rewinds:
+                # Another chain behind the same address looks like a very deep reorganisation.
+                self._rewinds = self._follower.rewinds
+                await self._check_node()
+            if self._follower.head is not None:
+                await self._sender.step(self._follower.head.base_fee, self._follower.cursor)
+        except (Unreachable, RpcError) as error:
+            self._went_away(error)
+        else:
+            self._came_back()
 
     async def submit(self, intent: str, call: calls.Call) -> None:
         """Make a call durable under an idempotent name; it is sent by later polls. A known name does nothing.
@@ -159,7 +167,7 @@ class EvmLedger:
         return IntentStatus("pending", row.block_number)
 
     async def wait(self, intent: str, timeout_s: float) -> IntentStatus:
-        """Poll until the intent is final or reverted. Events that these polls find are in `state` only.
+        """Keep polling until the intent is final or reverted. Events found meanwhile are returned by the next `poll`.
 
         Raises:
             Fault: after `timeout_s`, or when no such intent was submitted.
@@ -172,9 +180,10 @@ class EvmLedger:
             if status.status == "unknown":
                 raise Fault(f"intent {intent} was never submitted")
             if time.monotonic() > deadline:
-                where = "the node cannot be reached" if not self.reachable else "it is not mined yet"
-                raise Fault(f"intent {intent} is not final after {timeout_s:g} s: {where}")
-            await self.poll()
+                why = self._sender.complaint(intent) if self.reachable else "the node cannot be reached"
+                raise Fault(f"intent {intent} is not final after {timeout_s:g} s: {why}; it stays in the outbox")
+            async with self._lock:
+                await self._advance()
             await asyncio.sleep(WAIT_POLL_S)
 
     async def close(self) -> None:
@@ -248,9 +257,13 @@ class EvmLedger:
         for answer in (chain_id, code, genesis):
             if isinstance(answer, RpcError):
                 raise answer
-        if int(chain_id, 16) != self.chain_id:
+        try:
+            shown_id = int(chain_id, 16)
+        except (TypeError, ValueError):
+            raise Unreachable(f"its chain id is {str(chain_id)[:64]!r}") from None
+        if shown_id != self.chain_id:
             raise ConfigError(
-                f"the node at {self._url} is on chain {int(chain_id, 16)}, the deployment on {self.chain_id}: "
+                f"the node at {self._url} is on chain {shown_id}, the deployment on {self.chain_id}: "
                 "check the RPC URL and deployment.json"
             )
         if code in ("0x", None):

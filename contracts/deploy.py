@@ -16,9 +16,10 @@ import msgspec
 import rlp
 from eth_abi.abi import encode as abi_encode
 from eth_account import Account
-from eth_utils import keccak
+from eth_utils.crypto import keccak
 
-from contracts.abi import CONTRACTS, load_artifact
+from contracts.abi import CONTRACTS
+from contracts.artifacts import Artifact, load_artifact
 from contracts.jsonrpc import Rpc, RpcError
 from protocol.errors import ConfigError, Fault
 
@@ -115,19 +116,20 @@ async def deploy_contracts(
     known["unbondBlocks"] = unbond_blocks
     for index, name in enumerate(names):
         artifact = load_artifact(CONTRACTS[name])
-        code = bytes.fromhex(artifact["bytecode"].removeprefix("0x")) + _constructor_arguments(artifact, known)
+        code = artifact.bytecode + _constructor_arguments(artifact, known)
         await _create(rpc, deployer, chain_id, first_nonce + index, code, CONTRACTS[name], timeout_s)
     return Deployment(chain_id, first_block, *(known[name] for name in CONTRACTS))
 
 
-def _constructor_arguments(artifact: dict[str, Any], known: dict[str, Any]) -> bytes:
+def _constructor_arguments(artifact: Artifact, known: dict[str, Any]) -> bytes:
     """Encode a constructor's arguments by their names in the source (`court_` is the court's address)."""
-    constructor = next((entry for entry in artifact["abi"] if entry["type"] == "constructor"), {"inputs": []})
-    names = [entry["name"].strip("_") for entry in constructor["inputs"]]
+    constructors = [entry for entry in artifact.abi if entry["type"] == "constructor"]
+    inputs = constructors[0]["inputs"] if constructors else []
+    names = [entry["name"].strip("_") for entry in inputs]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise Fault(f"constructor of {artifact.get('contractName', '?')} wants {', '.join(unknown)}: update deploy.py")
-    return bytes(abi_encode([entry["type"] for entry in constructor["inputs"]], [known[name] for name in names]))
+        raise Fault(f"constructor of {artifact.name} wants {', '.join(unknown)}: update deploy.py")
+    return bytes(abi_encode([entry["type"] for entry in inputs], [known[name] for name in names]))
 
 
 async def _create(rpc: Rpc, deployer: Any, chain_id: int, nonce: int, code: bytes, name: str, timeout_s: float) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from contracts.abi import LOG_DATA_BYTES_MAX, LedgerAbi
+from contracts.abi import LedgerAbi
+from contracts.answers import Head, RawLog, parse_block_hash, parse_head, parse_logs
 from contracts.deploy import Deployment
 from contracts.jsonrpc import Rpc, RpcError, Unreachable
 from protocol.errors import Fault
@@ -22,16 +23,6 @@ log = logging.getLogger(__name__)
 
 #: Blocks asked for in one eth_getLogs; halved when a node finds it too much.
 RANGE_BLOCKS_MAX = 2_000
-
-LOG_TOPICS_MAX = 4
-
-
-class Head(NamedTuple):
-    """The node's newest block."""
-
-    number: int
-    hash: bytes
-    base_fee: int
 
 
 class Follower:
@@ -65,6 +56,8 @@ class Follower:
         #: Folded events that no poll has returned yet: a poll that fails half-way loses none.
         self._new: list[Logged] = []
         self.head: Head | None = None
+        #: How often the replica was rebuilt because its last block was orphaned.
+        self.rewinds = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -100,15 +93,16 @@ class Follower:
         if self._cursor_hash is not None:
             requests.append(("eth_getBlockByNumber", [hex(self.cursor), False]))
         answers = await self._rpc.batch(requests)
-        head = _parse_head(answers[0])
+        head = parse_head(answers[0])
         first_look, self.head = self.head is None, head
         if self._cursor_hash is not None:
-            shown_hash = _block_hash(answers[-1])
+            shown_hash = parse_block_hash(answers[-1])
             if shown_hash is None:
                 return False  # this node is behind us; nothing can be said about our block
             if shown_hash != self._cursor_hash:
                 log.warning("block %d was orphaned: rebuilding the replica from block %d", self.cursor, self._first)
                 self._reset()
+                self.rewinds += 1
                 return True
         if first_look:
             return True
@@ -118,8 +112,8 @@ class Follower:
             return False
         if isinstance(logs, RpcError):
             return self._shrink(logs)
-        target_hash = head.hash if target == head.number else _block_hash(await self._block(target))
-        self._fold(_parse_logs(logs, self._addresses, target), target, target_hash)
+        target_hash = head.hash if target == head.number else parse_block_hash(await self._block(target))
+        self._fold(parse_logs(logs, self._addresses, target), target, target_hash)
         self._range = min(RANGE_BLOCKS_MAX, self._range * 2)
         return target < head.number - self._depth
 
@@ -133,7 +127,7 @@ class Follower:
         self._range = max(1, self._range // 2)
         return True
 
-    def _fold(self, logs: list[_RawLog], target: int, target_hash: bytes | None) -> None:
+    def _fold(self, logs: list[RawLog], target: int, target_hash: bytes | None) -> None:
         if target_hash is None or any(item.block == target and item.block_hash != target_hash for item in logs):
             raise Unreachable(f"block {target} changed while it was read")
         new: list[Logged] = []
@@ -155,59 +149,3 @@ class Follower:
         self._handed_out.update((item.block, item.block_hash) for item in logs)
         self.state.block_number = self.cursor = target
         self._cursor_hash = target_hash
-
-
-class _RawLog(NamedTuple):
-    block: int
-    log_index: int
-    block_hash: bytes
-    topics: list[bytes]
-    data: bytes
-
-
-def _parse_logs(logs: Any, addresses: set[bytes], last: int) -> list[_RawLog]:
-    """Logs of our addresses up to block `last`, in chain order. Everything else is dropped."""
-    try:
-        parsed = []
-        for item in logs:
-            if bytes.fromhex(item["address"][2:]) not in addresses or item.get("removed"):
-                continue
-            block = int(item["blockNumber"], 16)
-            if block > last:
-                continue
-            if len(item["data"]) > 2 + 2 * LOG_DATA_BYTES_MAX or len(item["topics"]) > LOG_TOPICS_MAX:
-                raise ValueError("a log of our contracts is longer than any they emit")
-            topics = [bytes.fromhex(topic[2:]) for topic in item["topics"]]
-            if any(len(topic) != 32 for topic in topics):
-                raise ValueError("a topic is not 32 bytes")
-            parsed.append(
-                _RawLog(
-                    block,
-                    int(item["logIndex"], 16),
-                    bytes.fromhex(item["blockHash"][2:]),
-                    topics,
-                    bytes.fromhex(item["data"][2:]),
-                )
-            )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Unreachable(f"the node's logs are malformed: {error}") from None
-    return sorted(parsed, key=lambda item: (item.block, item.log_index))
-
-
-def _parse_head(block: Any) -> Head:
-    try:
-        return Head(
-            int(block["number"], 16), bytes.fromhex(block["hash"][2:]), int(block.get("baseFeePerGas", "0x0"), 16)
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise Unreachable(f"the node's newest block is malformed: {str(block)[:100]}") from None
-
-
-def _block_hash(block: Any) -> bytes | None:
-    """Hash of a block; None when the node has none of this number (its chain is shorter now)."""
-    if block is None:
-        return None
-    try:
-        return bytes.fromhex(block["hash"][2:])
-    except (KeyError, TypeError, ValueError):
-        raise Unreachable(f"the node's block is malformed: {str(block)[:100]}") from None

@@ -187,7 +187,7 @@ class Outbox:
             + where,
             values,
         )
-        return [Intent(*row[:4], int(row[4]), *row[5:]) for row in rows]
+        return [Intent._make((*row[:4], int(row[4]), *row[5:])) for row in rows]
 
     # -- transactions
 

@@ -147,12 +147,13 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"keystore {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise ConfigError(f"{path} is not a keystore: it is not JSON") from None
-    parameters = shown.get("crypto", {}).get("kdfparams", {}) if isinstance(shown, dict) else {}
+    crypto = shown.get("crypto") if isinstance(shown, dict) else None
+    parameters = crypto.get("kdfparams") if isinstance(crypto, dict) and crypto.get("kdf") == "scrypt" else None
     bounded = isinstance(parameters, dict) and all(
         isinstance(parameters.get(name), int) and 0 < parameters[name] <= limit
         for name, limit in (("n", SCRYPT_N_MAX), ("r", 8), ("p", 8))
     )
-    if not bounded or shown["crypto"].get("kdf") != "scrypt":
+    if not bounded:
         raise ConfigError(f"{path} is not a keystore of ours: expected scrypt with n up to {SCRYPT_N_MAX}")
     return shown  # type: ignore[no-any-return]
 

@@ -11,68 +11,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from eth.abc import BlockHeaderAPI, SignedTransactionAPI, VirtualMachineAPI
+from eth.abc import VirtualMachineAPI
 from eth.chains.base import MiningChain
 from eth.constants import CREATE_CONTRACT_ADDRESS
 from eth.db.atomic import AtomicDB
 from eth.exceptions import Revert
-from eth.vm.forks import CancunVM
+from eth.vm.forks.cancun import CancunVM
 from eth.vm.spoof import SpoofTransaction
-from eth_utils import ValidationError
+from eth_utils.exceptions import ValidationError
 
+from contracts.devnet.blocks import GAS_LIMIT, BlockRecord, CallRequest, TxRecord, fee_caps, make_record
 from contracts.devnet.mempool import Mempool, PendingTx
 from contracts.jsonrpc import RpcError
 
 log = logging.getLogger(__name__)
-
-GAS_LIMIT = 30_000_000
 
 #: Longest raw transaction, in bytes; the same as go-ethereum's.
 RAW_TX_BYTES_MAX = 128 * 1024
 
 BLOB_TX_TYPE = 3
 _COINBASE = b"\x00" * 19 + b"\x01"
-
-
-@dataclass(frozen=True)
-class TxRecord:
-    """A mined transaction: where it stands, what it used, the contract it created (or None), its receipt's logs."""
-
-    tx: SignedTransactionAPI
-    hash: bytes
-    sender: bytes
-    index: int
-    block_number: int
-    status: int
-    gas_used: int
-    cumulative_gas: int
-    gas_price: int
-    created: bytes | None
-    logs: tuple[Any, ...]
-    first_log_index: int
-
-
-@dataclass(frozen=True)
-class BlockRecord:
-    """A canonical block."""
-
-    header: BlockHeaderAPI
-    number: int
-    hash: bytes
-    transactions: tuple[TxRecord, ...]
-
-
-class CallRequest(NamedTuple):
-    """What eth_call and eth_estimateGas simulate. `to` is None for a contract creation."""
-
-    sender: bytes
-    to: bytes | None
-    data: bytes
-    value: int = 0
-    gas: int = GAS_LIMIT
 
 
 class DevChain:
@@ -109,10 +69,10 @@ class DevChain:
         """Base fee of the block that `mine` would make now, in wei per gas."""
         return int(self._next_header().base_fee_per_gas)
 
-    def _next_header(self) -> BlockHeaderAPI:
+    def _next_header(self) -> Any:
         parent = self.head.header
         mix = hashlib.sha256(self._seed + parent.block_number.to_bytes(8, "big") + self._forks.to_bytes(8, "big"))
-        return self._chain.create_header_from_parent(  # type: ignore[no-any-return]
+        return self._chain.create_header_from_parent(
             parent,
             timestamp=max(int(time.time()), parent.timestamp + 1),
             gas_limit=GAS_LIMIT,
@@ -143,7 +103,7 @@ class DevChain:
             raise RpcError(-32000, f"invalid chain id for signer: have {tx_chain_id} want {self.chain_id}")
         if bytes(tx.hash) in self.transactions:
             raise RpcError(-32000, "already known")
-        fee_cap, tip_cap = _fee_caps(tx)
+        fee_cap, tip_cap = fee_caps(tx)
         nonce, balance = self.nonce(sender), self.balance(sender)
         if tx.nonce < nonce:
             raise RpcError(-32000, f"nonce too low: next nonce {nonce}, tx nonce {tx.nonce}")
@@ -187,7 +147,7 @@ class DevChain:
         )
         mined = vm.mine_block(block).block
         self._chain.chaindb.persist_block(mined)
-        record = _record(mined.header, taken)
+        record = make_record(mined.header, taken)
         self.blocks.append(record)
         self.numbers[record.hash] = record.number
         self.transactions.update((tx.hash, tx) for tx in record.transactions)
@@ -215,7 +175,7 @@ class DevChain:
             for record in block.transactions:
                 del self.transactions[record.hash]
                 if keep_transactions:
-                    self.pool.add(record.tx, record.sender, *_fee_caps(record.tx))
+                    self.pool.add(record.tx, record.sender, *fee_caps(record.tx))
 
     # -- reading and simulating
 
@@ -250,7 +210,7 @@ class DevChain:
 
     def _execute(self, request: CallRequest, at: int | str, gas: int) -> Any:
         vm = self._view(at)
-        state = vm.state
+        state: Any = vm.state
         unsigned = vm.create_unsigned_transaction(
             nonce=state.get_nonce(request.sender),
             gas_price=0,
@@ -261,7 +221,7 @@ class DevChain:
         )
         snapshot = state.snapshot()
         try:
-            return state.apply_transaction(SpoofTransaction(unsigned, from_=request.sender))  # type: ignore[arg-type]
+            return state.apply_transaction(SpoofTransaction(unsigned, from_=request.sender))
         except ValidationError as error:
             raise RpcError(-32000, f"cannot be executed: {error}") from None
         finally:
@@ -286,19 +246,11 @@ class DevChain:
         limit = min(request.gas, GAS_LIMIT)
         computation = self._execute(request, at, limit)
         _raise_if_error(computation)
-        used = limit - computation.get_gas_remaining()
+        used: int = limit - computation.get_gas_remaining()
         low, guess = used, min(limit, used * 64 // 63 + 2_300)
         while guess < limit and self._execute(request, at, guess).is_error:
             low, guess = guess, min(limit, guess + (guess - low) * 2 + 10_000)
         return guess
-
-
-def _fee_caps(tx: Any) -> tuple[int, int]:
-    """(max fee, max priority fee) in wei per gas; both are the gas price in a legacy transaction."""
-    fee_cap = getattr(tx, "max_fee_per_gas", None)
-    if fee_cap is None:
-        return tx.gas_price, tx.gas_price
-    return fee_cap, tx.max_priority_fee_per_gas
 
 
 def _raise_if_error(computation: Any) -> None:
@@ -307,30 +259,3 @@ def _raise_if_error(computation: Any) -> None:
     if isinstance(computation.error, Revert):
         raise RpcError(3, "execution reverted", "0x" + bytes(computation.output).hex())
     raise RpcError(-32000, f"execution failed: {type(computation.error).__name__}: {computation.error}")
-
-
-def _record(header: BlockHeaderAPI, taken: list[tuple[PendingTx, Any, Any]]) -> BlockRecord:
-    records = []
-    cumulative = num_logs = 0
-    base_fee = header.base_fee_per_gas
-    for index, (entry, receipt, computation) in enumerate(taken):
-        creates = entry.tx.to == CREATE_CONTRACT_ADDRESS
-        records.append(
-            TxRecord(
-                tx=entry.tx,
-                hash=entry.hash,
-                sender=entry.sender,
-                index=index,
-                block_number=header.block_number,
-                status=0 if computation.is_error else 1,
-                gas_used=receipt.gas_used - cumulative,
-                cumulative_gas=receipt.gas_used,
-                gas_price=min(entry.fee_cap, base_fee + entry.tip_cap),
-                created=bytes(computation.msg.storage_address) if creates else None,
-                logs=tuple(receipt.logs),
-                first_log_index=num_logs,
-            )
-        )
-        cumulative = receipt.gas_used
-        num_logs += len(receipt.logs)
-    return BlockRecord(header, header.block_number, header.hash, tuple(records))

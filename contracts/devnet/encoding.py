@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from contracts.devnet.chain import BlockRecord, TxRecord
+from contracts.devnet.blocks import BlockRecord, TxRecord
 
 
 def quantity(value: int) -> str:
@@ -53,7 +53,7 @@ def encode_transaction(
     tx: Any, tx_hash: bytes, sender: bytes, record: TxRecord | None, block: BlockRecord | None
 ) -> Any:
     """A transaction; `record` and `block` are None while it waits."""
-    shown = {
+    shown: dict[str, Any] = {
         "hash": data(tx_hash),
         "from": data(sender),
         "to": data(bytes(tx.to)) if tx.to else None,

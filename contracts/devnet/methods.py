@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 from eth_account import Account
 
-from contracts.devnet.chain import GAS_LIMIT, BlockRecord, CallRequest, DevChain
+from contracts.devnet.blocks import GAS_LIMIT, BlockRecord, CallRequest
+from contracts.devnet.chain import DevChain
 from contracts.devnet.encoding import (
     LogEntry,
     data,
@@ -23,43 +24,19 @@ from contracts.devnet.encoding import (
     encode_transaction,
     quantity,
 )
+from contracts.devnet.params import matches, parse_addresses, parse_bytes, parse_quantity, parse_topics
 from contracts.jsonrpc import RpcError
 
 #: Bounds of one eth_getLogs, with go-ethereum's error code so that clients halve their range.
 LOG_BLOCKS_MAX = 10_000
 LOG_RESULTS_MAX = 5_000
 LOG_BYTES_MAX = 16 * 1024 * 1024
-LOG_ADDRESSES_MAX = 16
 
 #: Most wei one devnet_fund gives (1,000 ether), and blocks one devnet_reorg orphans.
 FUND_WEI_MAX = 10**21
 REORG_DEPTH_MAX = 64
 
 PRIORITY_FEE_WEI = 10**9
-CALL_DATA_BYTES_MAX = 256 * 1024
-
-
-def _hex_bytes(value: Any, name: str, size: int | None = None, size_max: int = CALL_DATA_BYTES_MAX) -> bytes:
-    if not isinstance(value, str) or not value.startswith("0x"):
-        raise RpcError(-32602, f"invalid {name}: expected 0x hex")
-    if len(value) > 2 + 2 * size_max:
-        raise RpcError(-32602, f"invalid {name}: longer than {size_max} bytes")
-    try:
-        raw = bytes.fromhex(value[2:])
-    except ValueError:
-        raise RpcError(-32602, f"invalid {name}: not hex") from None
-    if size is not None and len(raw) != size:
-        raise RpcError(-32602, f"invalid {name}: has {len(raw)} bytes, expected {size}")
-    return raw
-
-
-def _quantity(value: Any, name: str) -> int:
-    if isinstance(value, str) and value.startswith("0x") and 2 < len(value) <= 66:
-        try:
-            return int(value[2:], 16)
-        except ValueError:
-            pass
-    raise RpcError(-32602, f"invalid {name}: expected a 0x hex quantity of at most 256 bits")
 
 
 class Methods:
@@ -111,7 +88,7 @@ class Methods:
         chain = self.chain
         if tag in ("latest", "safe", "finalized", "pending"):
             return chain.head
-        number = 0 if tag == "earliest" else _quantity(tag, "block number")
+        number = 0 if tag == "earliest" else parse_quantity(tag, "block number")
         return chain.blocks[number] if number < len(chain.blocks) else None
 
     def _at(self, tag: Any) -> int | str:
@@ -120,7 +97,7 @@ class Methods:
         if isinstance(tag, dict):
             tag = tag.get("blockNumber", tag.get("blockHash"))
             if isinstance(tag, str) and len(tag) == 66:
-                number = self.chain.numbers.get(_hex_bytes(tag, "block hash", 32))
+                number = self.chain.numbers.get(parse_bytes(tag, "block hash", 32))
                 tag = quantity(number) if number is not None else quantity(2**63)
         block = self._block(tag)
         if block is None:
@@ -133,11 +110,11 @@ class Methods:
         to = call.get("to")
         payload = call.get("input", call.get("data", "0x"))
         return CallRequest(
-            sender=_hex_bytes(call.get("from", data(bytes(20))), "from", 20),
-            to=None if to in (None, "0x", "") else _hex_bytes(to, "to", 20),
-            data=_hex_bytes(payload, "data"),
-            value=_quantity(call.get("value", "0x0"), "value"),
-            gas=_quantity(call.get("gas", quantity(GAS_LIMIT)), "gas"),
+            sender=parse_bytes(call.get("from", data(bytes(20))), "from", 20),
+            to=None if to in (None, "0x", "") else parse_bytes(to, "to", 20),
+            data=parse_bytes(payload, "data"),
+            value=parse_quantity(call.get("value", "0x0"), "value"),
+            gas=parse_quantity(call.get("gas", quantity(GAS_LIMIT)), "gas"),
         )
 
     # -- methods
@@ -165,17 +142,17 @@ class Methods:
         return None if block is None else encode_block(block, bool(full))
 
     def do_eth_getBlockByHash(self, block_hash: Any, full: Any = False) -> Any:
-        number = self.chain.numbers.get(_hex_bytes(block_hash, "block hash", 32))
+        number = self.chain.numbers.get(parse_bytes(block_hash, "block hash", 32))
         return None if number is None else encode_block(self.chain.blocks[number], bool(full))
 
     def do_eth_getBalance(self, address: Any, tag: Any = "latest") -> str:
-        return quantity(self.chain.balance(_hex_bytes(address, "address", 20), self._at(tag)))
+        return quantity(self.chain.balance(parse_bytes(address, "address", 20), self._at(tag)))
 
     def do_eth_getCode(self, address: Any, tag: Any = "latest") -> str:
-        return data(self.chain.code(_hex_bytes(address, "address", 20), self._at(tag)))
+        return data(self.chain.code(parse_bytes(address, "address", 20), self._at(tag)))
 
     def do_eth_getTransactionCount(self, address: Any, tag: Any = "latest") -> str:
-        account = _hex_bytes(address, "address", 20)
+        account = parse_bytes(address, "address", 20)
         if tag == "pending":
             return quantity(self.chain.pool.next_nonce(account, self.chain.nonce(account)))
         return quantity(self.chain.nonce(account, self._at(tag)))
@@ -187,7 +164,7 @@ class Methods:
         return quantity(PRIORITY_FEE_WEI)
 
     def do_eth_feeHistory(self, count: Any, newest: Any = "latest", percentiles: Any = None) -> Any:
-        wanted = count if isinstance(count, int) else _quantity(count, "block count")
+        wanted = count if isinstance(count, int) else parse_quantity(count, "block count")
         last = self._block(newest)
         if last is None or not 1 <= wanted <= 1024:
             raise RpcError(-32602, "invalid fee history range: 1 to 1024 blocks that exist")
@@ -211,10 +188,10 @@ class Methods:
         return quantity(self.chain.estimate_gas(self._request(call), self._at(tag)))
 
     def do_eth_sendRawTransaction(self, raw: Any) -> str:
-        return data(self.chain.add_raw(_hex_bytes(raw, "transaction")))
+        return data(self.chain.add_raw(parse_bytes(raw, "transaction")))
 
     def do_eth_getTransactionByHash(self, tx_hash: Any) -> Any:
-        wanted = _hex_bytes(tx_hash, "transaction hash", 32)
+        wanted = parse_bytes(tx_hash, "transaction hash", 32)
         record = self.chain.transactions.get(wanted)
         if record is not None:
             return encode_transaction(
@@ -224,7 +201,7 @@ class Methods:
         return None if waiting is None else encode_transaction(waiting.tx, waiting.hash, waiting.sender, None, None)
 
     def do_eth_getTransactionReceipt(self, tx_hash: Any) -> Any:
-        record = self.chain.transactions.get(_hex_bytes(tx_hash, "transaction hash", 32))
+        record = self.chain.transactions.get(parse_bytes(tx_hash, "transaction hash", 32))
         if record is None:
             return None
         block = self.chain.blocks[record.block_number]
@@ -234,7 +211,7 @@ class Methods:
         if not isinstance(query, dict):
             raise RpcError(-32602, "invalid filter: expected an object")
         if query.get("blockHash") is not None:
-            number = self.chain.numbers.get(_hex_bytes(query["blockHash"], "block hash", 32))
+            number = self.chain.numbers.get(parse_bytes(query["blockHash"], "block hash", 32))
             if number is None:
                 raise RpcError(-32001, "unknown block")
             first = last = number
@@ -245,13 +222,13 @@ class Methods:
             last = head if end is None else end.number
         if last - first >= LOG_BLOCKS_MAX:
             raise RpcError(-32005, f"query exceeds {LOG_BLOCKS_MAX} blocks: ask for a smaller range")
-        addresses = _addresses(query.get("address"))
-        topics = _topics(query.get("topics"))
+        addresses = parse_addresses(query.get("address"))
+        topics = parse_topics(query.get("topics"))
         low = bisect.bisect_left(self._logs, first, key=lambda e: e.block_number)
         high = bisect.bisect_right(self._logs, last, key=lambda e: e.block_number)
         found, size = [], 0
         for entry in self._logs[low:high]:
-            if (addresses and entry.address not in addresses) or not _matches(entry.topics, topics):
+            if (addresses and entry.address not in addresses) or not matches(entry.topics, topics):
                 continue
             found.append(entry.json)
             size += len(entry.json)
@@ -279,20 +256,22 @@ class Methods:
         return data(self.chain.add_raw(bytes(signed.raw_transaction)))
 
     def do_devnet_fund(self, address: Any, wei: Any) -> str:
-        amount = wei if isinstance(wei, int) else _quantity(wei, "wei")
+        amount = wei if isinstance(wei, int) else parse_quantity(wei, "wei")
         if not 0 < amount <= FUND_WEI_MAX:
             raise RpcError(-32602, f"invalid wei: {amount}, expected 1 to {FUND_WEI_MAX}")
-        return self._faucet_send(_hex_bytes(address, "address", 20), amount, b"")
+        return self._faucet_send(parse_bytes(address, "address", 20), amount, b"")
 
     def do_devnet_mint(self, address: Any, amount: Any) -> str:
         if self.deployment is None:
             raise RpcError(-32000, "no token is deployed on this devnet")
-        units = amount if isinstance(amount, int) else _quantity(amount, "amount")
+        units = amount if isinstance(amount, int) else parse_quantity(amount, "amount")
         if not 0 < units < 2**128:
             raise RpcError(-32602, f"invalid amount: {units}, expected 1 to 2^128 - 1")
         # mint(address,uint256), the open mint of contracts/src/DevToken.sol
-        payload = bytes.fromhex("40c10f19") + bytes(12) + _hex_bytes(address, "address", 20) + units.to_bytes(32, "big")
-        return self._faucet_send(_hex_bytes(self.deployment["token"], "token", 20), 0, payload)
+        payload = (
+            bytes.fromhex("40c10f19") + bytes(12) + parse_bytes(address, "address", 20) + units.to_bytes(32, "big")
+        )
+        return self._faucet_send(parse_bytes(self.deployment["token"], "token", 20), 0, payload)
 
     def do_devnet_deployment(self) -> Any:
         return self.deployment
@@ -304,32 +283,3 @@ class Methods:
         head = self.chain.head.number
         del self._logs[bisect.bisect_right(self._logs, head, key=lambda e: e.block_number) :]
         return quantity(head)
-
-
-def _addresses(value: Any) -> frozenset[bytes]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if len(values) > LOG_ADDRESSES_MAX:
-        raise RpcError(-32602, f"invalid filter: more than {LOG_ADDRESSES_MAX} addresses")
-    return frozenset(_hex_bytes(address, "address", 20) for address in values)
-
-
-def _topics(value: Any) -> list[frozenset[bytes] | None]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > 4:
-        raise RpcError(-32602, "invalid topics: expected a list of at most 4")
-    parsed: list[frozenset[bytes] | None] = []
-    for wanted in value:
-        options = wanted if isinstance(wanted, list) else [wanted]
-        if len(options) > 64:
-            raise RpcError(-32602, "invalid topics: more than 64 alternatives")
-        parsed.append(
-            None if wanted is None or not options else frozenset(_hex_bytes(topic, "topic", 32) for topic in options)
-        )
-    return parsed
-
-
-def _matches(topics: tuple[bytes, ...], wanted: list[frozenset[bytes] | None]) -> bool:
-    if len(wanted) > len(topics):
-        return False
-    return all(options is None or topic in options for topic, options in zip(topics, wanted, strict=False))
