@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from protocol.codec import tagged_hash
 from protocol.errors import Reason, Reject
 from protocol.merkle import keccak
 
@@ -99,8 +98,3 @@ def compute_verdict_commitment(
     The verifier's own address is inside: a copied commitment can never be revealed by the copier.
     """
     return keccak(task + round_index.to_bytes(32, "big") + verifier.rjust(32, b"\0") + keccak(rows) + report + salt)
-
-
-def compute_salt(secret: bytes, task: bytes, round_index: int) -> bytes:
-    """A verifier's salt of one round, derived from a secret so that a restart reveals the same one."""
-    return tagged_hash("salt", secret, task, round_index.to_bytes(8, "big"))

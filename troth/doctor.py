@@ -23,6 +23,7 @@ PACKAGES = (
     "shardcast",
     "contracts",
     "environments",
+    "models",
     "troth",
 )
 _NEEDS = {

@@ -117,6 +117,8 @@ class Task:
     reveals: dict[int, dict[bytes, Reveal]] = field(default_factory=dict)
     votes: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
     settlements: dict[int, Settlement] = field(default_factory=dict)
+    #: How often the settlement of an epoch was voided.
+    voids: dict[int, int] = field(default_factory=dict)
     claimed: dict[bytes, int] = field(default_factory=dict)
     cancelled_end: int | None = None
     closed: bool = False
@@ -244,6 +246,7 @@ def _challenged(task: Task, e: ev.SettlementChallenged, block: int) -> None:
 
 def _voided(task: Task, e: ev.SettlementVoided, block: int) -> None:
     task.settlements.pop(e.epoch, None)
+    task.voids[e.epoch] = task.voids.get(e.epoch, 0) + 1
     task.votes.pop(e.epoch, None)
 
 

@@ -1,0 +1,149 @@
+"""The verifier's own prefill: activations, replay gaps and log-probabilities of claimed completions.
+
+One full forward pass per length-bucketed batch, without a KV cache and with padding on the right, where causal attention
+cannot see it; nothing here is shared with a node's decode but the library that holds the weights. Logits are made only
+at completion positions and in bounded chunks, so memory does not grow with the vocabulary times the batch.
+Device-agnostic; not run on a GPU here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from models.policy import load_model
+from protocol.errors import ConfigError, Fault
+from protocol.ports import SampleRequest, Scored
+from protocol.sampling import replay_gaps, scores
+from protocol.toploc import to_bf16_bits
+
+#: Padded tokens of one forward pass.
+BATCH_TOKENS_MAX = 16_384
+#: Logits in memory at once, rows times vocabulary.
+LOGITS_MAX = 1 << 24
+
+
+class TorchScorer:
+    """A scorer on one torch device; see protocol.ports.Scorer.
+
+    Args:
+        device: torch device.
+        dtype: torch dtype of weights and activations; part of the task's proof profile.
+        threads: CPU threads of torch in this process.
+        vocab_size: tokens that may be sampled; the model's own vocabulary when None or larger.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int = 1,
+        *,
+        vocab_size: int | None = None,
+        batch_tokens_max: int = BATCH_TOKENS_MAX,
+    ) -> None:
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ConfigError(f"dtype is {dtype!r}, expected a torch floating-point type like float32 or bfloat16")
+        self._device, self._dtype, self._threads = device, dtype, threads
+        self._vocab_size, self._batch_tokens_max = vocab_size, batch_tokens_max
+        self._model: Any = None
+
+    def load(self, folder: Path) -> None:
+        """Load a policy folder; the old policy stays until the new one is complete. Raises `Fault`."""
+        torch.set_num_threads(self._threads)
+        self._model = load_model(folder, device=self._device, dtype=self._dtype)
+
+    def score(
+        self, requests: Sequence[SampleRequest], completions: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[Scored]:
+        """Score completions under the loaded policy; see protocol.ports.Scorer.
+
+        Raises:
+            Fault: when no policy is loaded, or the model's own numbers are not finite.
+        """
+        if self._model is None:
+            raise Fault("no policy is loaded: nothing can be scored")
+        results: list[Scored | None] = [None] * len(requests)
+        for batch in self._batches(requests, completions):
+            rows = [(requests[i], tuple(completions[i])) for i in batch]
+            for i, scored in zip(batch, self._score_batch(rows, temperature), strict=True):
+                results[i] = scored
+        return [scored for scored in results if scored is not None]
+
+    def _batches(self, requests: Sequence[SampleRequest], completions: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Indices of similar length whose padded size stays below the limit, shortest first."""
+        lengths = [len(r.prompt) + len(c) for r, c in zip(requests, completions, strict=True)]
+        batch: list[int] = []
+        for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+            if batch and lengths[i] * (len(batch) + 1) > self._batch_tokens_max:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _score_batch(self, rows: list[tuple[SampleRequest, tuple[int, ...]]], temperature: float) -> list[Scored]:
+        hidden = self._prefill(rows)
+        bits = to_bf16_bits(hidden.float().cpu().numpy())
+        keys = np.concatenate([np.full(len(c), r.key, dtype=np.uint64) for r, c in rows])
+        positions = np.concatenate([np.arange(len(c), dtype=np.int64) for _, c in rows])
+        tokens = np.concatenate([np.asarray(c, dtype=np.int64) for _, c in rows])
+        gaps, logprobs = self._replay(hidden, keys, positions, tokens, temperature)
+        ends = np.cumsum([len(c) for _, c in rows])
+        return [
+            Scored(bits[end - len(c) : end], gaps[end - len(c) : end], logprobs[end - len(c) : end])
+            for (_, c), end in zip(rows, ends.tolist(), strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _prefill(self, rows: list[tuple[SampleRequest, tuple[int, ...]]]) -> torch.Tensor:
+        """Last hidden states behind every completion token, all rows concatenated: [tokens, hidden]."""
+        width = max(len(r.prompt) + len(c) - 1 for r, c in rows)
+        inputs = np.zeros((len(rows), width), dtype=np.int64)
+        where_row, where_column = [], []
+        for i, (request, completion) in enumerate(rows):
+            sequence = request.prompt + completion[:-1]
+            inputs[i, : len(sequence)] = sequence
+            where_row.append(np.full(len(completion), i))
+            where_column.append(np.arange(len(request.prompt) - 1, len(sequence)))
+        states = self._model.base_model(
+            input_ids=torch.from_numpy(inputs).to(self._device), use_cache=False
+        ).last_hidden_state
+        index_row = torch.from_numpy(np.concatenate(where_row)).to(self._device)
+        index_column = torch.from_numpy(np.concatenate(where_column)).to(self._device)
+        picked: torch.Tensor = states[index_row, index_column]
+        if not bool(torch.isfinite(picked).all()):
+            raise Fault("the policy's own activations are not finite: no verdict can follow from them")
+        return picked
+
+    @torch.inference_mode()
+    def _replay(
+        self,
+        hidden: torch.Tensor,
+        keys: NDArray[np.uint64],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        temperature: float,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Replay gaps and log-probabilities of every completion token, float64 [tokens] each."""
+        head = self._model.get_output_embeddings()
+        vocab_size = min(self._vocab_size or head.weight.shape[0], head.weight.shape[0])
+        gaps, logprobs = np.empty(len(tokens)), np.empty(len(tokens))
+        step = max(1, LOGITS_MAX // vocab_size)
+        for start in range(0, len(tokens), step):
+            part = slice(start, start + step)
+            logits = head(hidden[part]).float().cpu().numpy()[:, :vocab_size]
+            z = scores(logits, keys[part], positions[part], temperature=temperature, vocab_size=vocab_size)
+            gaps[part] = replay_gaps(z, tokens[part])
+            scaled = logits.astype(np.float64) / temperature
+            peak = scaled.max(axis=1, keepdims=True)
+            total = peak[:, 0] + np.log(np.exp(scaled - peak).sum(axis=1))
+            logprobs[part] = scaled[np.arange(len(scaled)), tokens[part]] - total
+        if not np.isfinite(gaps).all():
+            raise Fault("the policy's own logits are not finite: no verdict can follow from them")
+        return gaps, logprobs

@@ -1,0 +1,245 @@
+"""The verifier: fetches what a round delivered, judges it, commits, reveals, publishes why; attests policies, settles.
+
+Order of a round: bundles fetched as they are receipted -> audit beacon -> judged -> rows, report and salt on disk ->
+commitment -> reveal after the commit deadline -> report at the relays. `step` does what is due by looking at the ledger
+and the journal, so a restart needs no other path. What cannot be fetched or computed in time gets no row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from models.policy import read_hidden_size
+from protocol.codec import PROTOCOL_VERSION, Domain, tagged_hash
+from protocol.errors import Fault, Ignore, Reject
+from protocol.identity import NetworkKey
+from protocol.ledger.calls import CommitVerdict, RevealVerdict
+from protocol.ledger.state import Task
+from protocol.messages import Report, compute_bundle_key, compute_report_key, make_domain, seal
+from protocol.ports import BlobStore, Environment, Ledger, PolicyStore, Scorer
+from protocol.rounds import get_committee, get_end_round, get_round_policy, get_times
+from protocol.verdict import Status, compute_verdict_commitment, pack_rows
+from verifier.attester import Attester
+from verifier.journal import Journal, VerdictRecord
+from verifier.judge import Judgement, judge_round
+from verifier.settler import Settler
+
+log = logging.getLogger("troth.verifier")
+
+#: Blocks before the commit deadline at which a verdict goes out even if a bundle is still missing.
+PATIENCE_BLOCKS = 2
+
+
+class VerifierWorker:
+    """One verifier in one task.
+
+    Args:
+        task: id of the task on the ledger.
+        environment: the task's environment, loaded and checked by the caller.
+        scorer: the verifier's own prefill.
+        key: the network key that the account is registered with.
+        directory: this role's folder.
+        events: operator events, `events(kind, fields)`.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        task: bytes,
+        environment: Environment,
+        scorer: Scorer,
+        policies: PolicyStore,
+        blobs: BlobStore,
+        key: NetworkKey,
+        directory: Path,
+        events: Callable[[str, dict[str, object]], None],
+    ) -> None:
+        self._ledger, self._task_id, self._environment = ledger, task, environment
+        self._scorer, self._policies, self._blobs = scorer, policies, blobs
+        self._key, self._events = key, events
+        self._journal = Journal(directory / f"verdicts-{task.hex()[:16]}")
+        self._attester = Attester(ledger=ledger, policies=policies, events=events)
+        self._settler = Settler(ledger=ledger, events=events)
+        self._bundles: dict[int, dict[bytes, bytes]] = {}
+        self._jobs: dict[tuple[object, ...], asyncio.Task[None]] = {}
+        self._loaded: tuple[Path, int] | None = None
+        self._published: set[int] = set()
+
+    async def step(self) -> None:
+        """Do what is due. Called after every poll of the ledger."""
+        task = self._ledger.state.tasks.get(self._task_id)
+        if task is None:
+            return
+        self._jobs = {name: job for name, job in self._jobs.items() if not job.done()}
+        await self._attester.step(task)
+        for round_index in self._active_rounds(task):
+            self._fetch_bundles(task, round_index)
+            await self._reveal(task, round_index)
+        for round_index in self._active_rounds(task):
+            if await self._judge(task, round_index):
+                break
+        await self._settler.step(task)
+        self._forget(task)
+
+    async def close(self) -> None:
+        """Stop background work."""
+        await self._attester.close()
+        for job in self._jobs.values():
+            job.cancel()
+        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+
+    def _active_rounds(self, task: Task) -> range:
+        """Rounds that have started and whose reveals are not over."""
+        block, schedule = self._ledger.state.block_number, task.spec.schedule
+        newest = min((block - task.start_block) // schedule.round_blocks, get_end_round(task) - 1)
+        reach = get_times(task, 0).verdict_reveal_deadline - task.start_block
+        oldest = -((task.start_block + reach - block) // schedule.round_blocks)
+        return range(max(oldest, 0), newest + 1)
+
+    # Fetching
+
+    def _fetch_bundles(self, task: Task, round_index: int) -> None:
+        """Start fetching receipted bundles; those that are here are not fetched again."""
+        here = self._bundles.setdefault(round_index, {})
+        for account in task.receipts.get(round_index, {}):
+            name = ("bundle", round_index, account)
+            if account not in here and name not in self._jobs and round_index not in self._journal.records:
+                self._jobs[name] = asyncio.create_task(self._fetch_bundle(task.task, round_index, account))
+
+    async def _fetch_bundle(self, task: bytes, round_index: int, account: bytes) -> None:
+        try:
+            data = await self._blobs.get(compute_bundle_key(task, round_index, account))
+            self._bundles.setdefault(round_index, {})[account] = data
+        except Fault as error:
+            log.info("bundle of round %d, node 0x%s: %s", round_index, account.hex(), error)
+
+    # Judging
+
+    async def _judge(self, task: Task, round_index: int) -> bool:
+        """Judge and commit one round when it is due; returns whether heavy work was done."""
+        state, times = self._ledger.state, get_times(task, round_index)
+        over = state.block_number >= times.verdict_commit_deadline
+        said = self._ledger.account in task.verdict_commits.get(round_index, {})
+        if over or said or round_index in self._journal.records:
+            return False
+        if self._ledger.account not in get_committee(state, task, round_index):
+            return False
+        bundles = self._bundles.get(round_index, {})
+        missing = set(task.receipts.get(round_index, {})) - set(bundles)
+        if missing and state.block_number < times.verdict_commit_deadline - PATIENCE_BLOCKS:
+            return False
+        policy = get_round_policy(task, round_index)
+        if not bundles or policy is None:
+            return False
+        folder = await self._policies.fetch(task.task, policy.version)
+        started = time.process_time()
+        judgement = await asyncio.to_thread(self._judge_round, task, round_index, dict(bundles), folder)
+        self._record(task, round_index, judgement)
+        record = self._journal.records[round_index]
+        await self._ledger.submit(
+            f"verdict/{task.task.hex()}/{round_index}", CommitVerdict(task.task, round_index, record.commitment)
+        )
+        self._tell(round_index, judgement, len(missing), time.process_time() - started)
+        return True
+
+    def _judge_round(self, task: Task, round_index: int, bundles: dict[bytes, bytes], folder: Path) -> Judgement:
+        """The thread's part: load the round's policy where needed, and judge."""
+        if self._loaded is None or self._loaded[0] != folder:
+            self._loaded = None
+            self._scorer.load(folder)
+            self._loaded = (folder, read_hidden_size(folder))
+        return judge_round(
+            self._ledger.state,
+            task,
+            round_index,
+            bundles,
+            environment=self._environment,
+            scorer=self._scorer,
+            hidden=self._loaded[1],
+            chain_id=self._ledger.chain_id,
+            ledger=self._ledger.address,
+        )
+
+    def _salt(self, task: bytes, round_index: int) -> bytes:
+        """The round's salt: a hash of a signature that is never published, so a restart finds the same one."""
+        domain = Domain(self._ledger.chain_id, self._ledger.address, task, "VerdictSalt")
+        return tagged_hash("salt", self._key.sign(domain, round_index.to_bytes(8, "big")))
+
+    def _record(self, task: Task, round_index: int, judgement: Judgement) -> None:
+        """Put the verdict on disk."""
+        account = self._ledger.account
+        report = Report(PROTOCOL_VERSION, task.task, round_index, account, tuple(judgement.findings))
+        domain = make_domain(self._ledger.chain_id, self._ledger.address, task.task, Report)
+        sealed, rows = seal(self._key, domain, report), pack_rows(judgement.rows)
+        salt = self._salt(task.task, round_index)
+        commitment = compute_verdict_commitment(
+            task=task.task,
+            round_index=round_index,
+            verifier=account,
+            rows=rows,
+            report=hashlib.sha256(sealed).digest(),
+            salt=salt,
+        )
+        self._journal.add(VerdictRecord(round_index, rows, sealed, salt, commitment))
+
+    def _tell(self, round_index: int, judgement: Judgement, missing: int, cpu_s: float) -> None:
+        good = sum(row.status == Status.GOOD for row in judgement.rows)
+        self._events(
+            "verdict",
+            {
+                "round": round_index,
+                "good": good,
+                "rejected": len(judgement.rows) - good,
+                "missing": missing,
+                "groups": sum(row.groups for row in judgement.rows),
+                "leaves_audited": sum(row.audited for row in judgement.rows),
+                "tokens_audited": judgement.tokens_audited,
+                "cpu_verification": cpu_s,
+            },
+        )
+        for finding in judgement.findings:
+            self._events("rejected", {"round": round_index, "account": finding.account, "text": finding.text})
+
+    # Revealing
+
+    async def _reveal(self, task: Task, round_index: int) -> None:
+        """Reveal a committed verdict once commitments are closed, and publish its report once it is revealed."""
+        record, times = self._journal.records.get(round_index), get_times(task, round_index)
+        if record is None:
+            return
+        account, block = self._ledger.account, self._ledger.state.block_number
+        if account in task.reveals.get(round_index, {}):
+            name = ("report", round_index)
+            if round_index not in self._published and name not in self._jobs:
+                self._jobs[name] = asyncio.create_task(self._publish(task.task, record))
+            return
+        committed = task.verdict_commits.get(round_index, {}).get(account) == record.commitment
+        if committed and times.verdict_commit_deadline < block < times.verdict_reveal_deadline:
+            digest = hashlib.sha256(record.sealed_report).digest()
+            await self._ledger.submit(
+                f"reveal/{task.task.hex()}/{round_index}",
+                RevealVerdict(task.task, round_index, record.rows, digest, record.salt),
+            )
+
+    async def _publish(self, task: bytes, record: VerdictRecord) -> None:
+        try:
+            await self._blobs.put(compute_report_key(task, record.round, self._ledger.account), record.sealed_report)
+            self._published.add(record.round)
+        except (Fault, Ignore, Reject) as error:
+            log.info("report of round %d: %s", record.round, error)
+
+    def _forget(self, task: Task) -> None:
+        """Drop rounds that are over, a little later than necessary so that reports can still go out."""
+        active = self._active_rounds(task)
+        oldest = active.start - 4
+        for round_index in [r for r in self._journal.records if r < oldest]:
+            self._journal.drop(round_index)
+        for round_index in [r for r in self._bundles if r < active.start]:
+            del self._bundles[round_index]
+        self._published = {r for r in self._published if r >= oldest}
