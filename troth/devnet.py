@@ -17,13 +17,12 @@ from typing import Any
 # Before eth_hash is imported for the first time: the C keccak is several times faster.
 os.environ.setdefault("ETH_HASH_BACKEND", "pysha3")
 
-from eth_account import Account
-
 from contracts.deploy import Deployment, deploy_contracts
 from contracts.devnet.chain import DevChain
 from contracts.devnet.methods import Methods
 from contracts.devnet.server import DevnetServer
 from contracts.jsonrpc import RpcError
+from contracts.signing import Account
 
 CHAIN_ID = 31_337
 FAUCET_WEI = 10**27

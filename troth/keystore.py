@@ -20,9 +20,9 @@ import zmq
 import zmq.utils.z85
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from eth_account import Account
 from eth_keyfile.keyfile import create_keyfile_json, decode_keyfile_json
 
+from contracts.signing import Account
 from protocol.errors import ConfigError
 from protocol.identity import NetworkKey, derive_ledger_secret, derive_secret
 

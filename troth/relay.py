@@ -24,9 +24,10 @@ from protocol.messages import (
     compute_lineage_key,
     compute_report_key,
 )
-from protocol.ports import Ledger
+from protocol.ports import Ledger, PolicyStore
 from protocol.rounds import get_end_round, get_open_round, get_times
 from troth.directory import Directory
+from verifier.attester import Attester
 
 log = logging.getLogger("troth.relay")
 
@@ -41,6 +42,7 @@ class RelayWorker:
 
     Args:
         has_blob: tells whether a blob key is on the shelf.
+        policies: where new policies are fetched, to be served and attested.
         events: operator events.
     """
 
@@ -50,12 +52,14 @@ class RelayWorker:
         ledger: Ledger,
         directory: Directory,
         has_blob: Callable[[bytes], bool],
+        policies: PolicyStore,
         events: Callable[[str, dict[str, object]], None],
     ) -> None:
         self._ledger = ledger
         self._directory = directory
         self._has_blob = has_blob
         self._events = events
+        self._attester = Attester(ledger=ledger, policies=policies, events=events)
         self._waiting_since: dict[tuple[bytes, int], int] = {}
 
     def _open_rounds(self, task: Task) -> range:
@@ -143,14 +147,19 @@ class RelayWorker:
         return False
 
     async def step(self) -> None:
-        """Write receipts for bundles that are on the shelf."""
+        """Write receipts for bundles that are on the shelf; fetch and attest new policies."""
         state = self._ledger.state
         for task in state.tasks.values():
             if task.closed:
                 continue
+            await self._attester.step(task)
             for round_index in self._open_rounds(task):
                 if state.block_number < get_times(task, round_index).receipt_deadline:
                     await self._receipt_round(task, round_index)
+
+    async def close(self) -> None:
+        """Stop background work."""
+        await self._attester.close()
 
     async def _receipt_round(self, task: Task, round_index: int) -> None:
         """One receipt for all bundles that wait, at once when everybody's is here, else after a block of patience."""

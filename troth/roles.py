@@ -21,6 +21,7 @@ from contracts.client import EvmLedger
 from protocol.errors import ConfigError, Fault, Ignore, Reject
 from protocol.ledger.events import Role
 from protocol.ledger.state import Task
+from protocol.ports import Scorer
 from troth.connect import ensure_registered, open_ledger, pick_task
 from troth.duties import BeaconDuty
 from troth.eventlog import EventLog
@@ -35,6 +36,7 @@ class Worker(Protocol):
     """What a role package provides."""
 
     async def step(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 #: Builds a worker for a task.
@@ -119,16 +121,27 @@ async def _drive(context: Context, stop: asyncio.Event, get_worker: Callable[[],
     """The loop of every role."""
     beacons = BeaconDuty(context.ledger)
     idle = context.settings.ledger.poll_seconds
-    while not stop.is_set():
-        await _guarded(context, "ledger", context.ledger.poll)
-        await _guarded(context, "beacons", beacons.step)
-        worker = get_worker()
+    worker: Worker | None = None
+    try:
+        while not stop.is_set():
+            worker = await _turn(context, beacons, get_worker)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), idle)
+    finally:
         if worker is not None:
-            await _guarded(context, "step", worker.step)
-        # What the step submitted goes out now rather than a poll later.
-        await _guarded(context, "ledger", context.ledger.poll)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), idle)
+            await worker.close()
+
+
+async def _turn(context: Context, beacons: BeaconDuty, get_worker: Callable[[], Worker | None]) -> Worker | None:
+    """One turn of the loop; returns the worker, if there is one yet."""
+    await _guarded(context, "ledger", context.ledger.poll)
+    await _guarded(context, "beacons", beacons.step)
+    worker = get_worker()
+    if worker is not None:
+        await _guarded(context, "step", worker.step)
+    # What the step submitted goes out now rather than a poll later.
+    await _guarded(context, "ledger", context.ledger.poll)
+    return worker
 
 
 async def _guarded(context: Context, what: str, work: Callable[[], Awaitable[Any]]) -> None:
@@ -149,8 +162,95 @@ def _make_relay(context: Context) -> Any:
         ledger=context.ledger,
         directory=context.mesh.contacts,
         has_blob=context.mesh.has_letter,
+        policies=context.mesh.policies,
         events=context.events,
     )
 
 
-_FACTORIES: dict[Role, Factory] = {}
+def _make_node(context: Context, task: Task) -> Worker:
+    import environments
+    from inference.engine import TorchEngine
+    from troth.cheats import get_node_class
+
+    environment = environments.load(task.spec.environment)
+    compute = context.settings.compute
+    return get_node_class(context.cheat)(
+        ledger=context.ledger,
+        task=task.task,
+        environment=environment,
+        engine=TorchEngine(compute.device, compute.dtype, compute.threads, vocab_size=environment.vocab_size),
+        policies=context.mesh.policies,
+        blobs=context.mesh.blobs,
+        key=context.keys.network,
+        directory=context.directory,
+        events=context.events,
+        slots=context.settings.slots,
+    )
+
+
+def _make_scorer(context: Context, vocab_size: int) -> Scorer:
+    from verifier.scorer import TorchScorer
+
+    compute = context.settings.compute
+    return TorchScorer(compute.device, compute.dtype, compute.threads, vocab_size=vocab_size)
+
+
+def _make_verifier(context: Context, task: Task) -> Worker:
+    import environments
+    from verifier.worker import VerifierWorker
+
+    environment = environments.load(task.spec.environment)
+    return VerifierWorker(
+        ledger=context.ledger,
+        task=task.task,
+        environment=environment,
+        scorer=_make_scorer(context, environment.vocab_size),
+        policies=context.mesh.policies,
+        blobs=context.mesh.blobs,
+        key=context.keys.network,
+        directory=context.directory,
+        events=context.events,
+    )
+
+
+def _make_trainer(context: Context, task: Task) -> Worker:
+    import environments
+    from trainer.config import TrainerConfig
+    from trainer.worker import TrainerWorker
+
+    settings = context.settings.trainer
+    if settings.base:
+        policy, manifest = context.mesh.policies.publish_base(Path(settings.base))
+        if (policy, manifest) != (task.spec.base_policy, task.spec.base_manifest):
+            raise ConfigError(
+                f"trainer.base {settings.base} is policy {policy.hex()[:16]} (manifest {manifest.hex()[:16]}), the task "
+                f"names {task.spec.base_policy.hex()[:16]} ({task.spec.base_manifest.hex()[:16]})"
+            )
+    environment = environments.load(task.spec.environment)
+
+    def make_scorer(folder: Path) -> Scorer:
+        scorer = _make_scorer(context, environment.vocab_size)
+        scorer.load(folder)
+        return scorer
+
+    return TrainerWorker(
+        ledger=context.ledger,
+        task=task.task,
+        environment=environment,
+        make_scorer=make_scorer,
+        policies=context.mesh.policies,
+        blobs=context.mesh.blobs,
+        key=context.keys.network,
+        directory=context.directory,
+        events=context.events,
+        config=TrainerConfig(**settings.model_dump(exclude={"base"})),
+        device=context.settings.compute.device,
+        threads=context.settings.compute.threads,
+    )
+
+
+_FACTORIES: dict[Role, Factory] = {
+    Role.NODE: _make_node,
+    Role.VERIFIER: _make_verifier,
+    Role.TRAINER: _make_trainer,
+}

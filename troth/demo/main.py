@@ -81,6 +81,7 @@ async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[di
         screen.say(f"starting {len(plan.participants)} participants, each a process with its own key")
         ledger = await _start_chain(plan, launcher)
         reader = Reader(ledger, launcher.root / "observer")
+        await reader.start()
         try:
             await _start_roles(plan, launcher, ledger, screen)
             task = await _publish(plan, launcher, ledger, screen)
@@ -290,7 +291,15 @@ def _evaluate(launcher: Launcher, folders: list[Path], task: Task) -> check.Eval
     """Sample both policies on held-out prompts, in a process of its own (it needs torch, this one does not)."""
     environment = task.spec.environment
     done = subprocess.run(
-        [sys.executable, "-m", "troth.demo.evaluate", environment.entry, environment.args, *map(str, folders)],
+        [
+            sys.executable,
+            "-m",
+            "troth.demo.evaluate",
+            environment.entry,
+            environment.args,
+            str(task.spec.sampling.max_tokens),
+            *map(str, folders),
+        ],
         env=launcher.environment(),
         capture_output=True,
         timeout=120,
