@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import rlp
 from eth_abi.abi import encode as abi_encode
-from eth_account import Account
 from eth_utils.crypto import keccak
 
 from contracts.abi import CONTRACTS
 from contracts.artifacts import Artifact, load_artifact
 from contracts.jsonrpc import Rpc, RpcError
+from contracts.signing import Account
 from protocol.errors import ConfigError, Fault
 
 DEPLOYMENT_BYTES_MAX = 64 * 1024

@@ -11,7 +11,6 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from eth_account import Account
 from eth_utils.crypto import keccak
 
 from contracts import outbox as ob
@@ -20,6 +19,7 @@ from contracts.answers import Receipt, parse_quantity, parse_receipt
 from contracts.deploy import Deployment
 from contracts.jsonrpc import Rpc, RpcError
 from contracts.outbox import Attempt, Intent, Outbox
+from contracts.signing import Account
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import time
 from typing import Any
 
@@ -25,8 +26,12 @@ from eth_utils.exceptions import ValidationError
 from contracts.devnet.blocks import GAS_LIMIT, BlockRecord, CallRequest, TxRecord, fee_caps, make_record
 from contracts.devnet.mempool import Mempool, PendingTx
 from contracts.jsonrpc import RpcError
+from contracts.signing import RECURSION_MAX
 
 log = logging.getLogger(__name__)
+
+# py-evm's imports raise the recursion limit to where a stranger's nested JSON would overflow the C stack.
+sys.setrecursionlimit(RECURSION_MAX)
 
 #: Longest raw transaction, in bytes; the same as go-ethereum's.
 RAW_TX_BYTES_MAX = 128 * 1024

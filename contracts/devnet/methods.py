@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from eth_account import Account
 
 from contracts.devnet.blocks import GAS_LIMIT, BlockRecord, CallRequest
 from contracts.devnet.chain import DevChain
@@ -26,6 +25,7 @@ from contracts.devnet.encoding import (
 )
 from contracts.devnet.params import matches, parse_addresses, parse_bytes, parse_quantity, parse_topics
 from contracts.jsonrpc import RpcError
+from contracts.signing import Account
 
 #: Bounds of one eth_getLogs, with go-ethereum's error code so that clients halve their range.
 LOG_BLOCKS_MAX = 10_000

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 REQUEST_BYTES_MAX = 2 * 1024 * 1024
 BATCH_MAX = 64
 
+#: Most brackets in a request, hence its deepest nesting; a full batch of log queries has a tenth of it.
+BRACKETS_MAX = 8_192
+
 _decoder = msgspec.json.Decoder()
 _encoder = msgspec.json.Encoder()
 
@@ -55,6 +58,8 @@ def _answer(methods: Methods, request: Any) -> dict[str, Any]:
 
 def answer_bytes(methods: Methods, body: bytes) -> bytes:
     """Answer one request or batch; always returns a JSON-RPC response."""
+    if body.count(b"[") + body.count(b"{") > BRACKETS_MAX:
+        return _encoder.encode(_error(None, RpcError(-32600, f"invalid request: more than {BRACKETS_MAX} brackets")))
     try:
         request = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
