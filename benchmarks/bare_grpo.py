@@ -27,7 +27,7 @@ from trainer.batch import GroupKey, TrainingGroup
 from trainer.config import TrainerConfig
 from trainer.decode import Pick, generate
 from trainer.evaluate import evaluate_policy
-from trainer.policy import WEIGHTS, load_model, write_policy
+from trainer.policy import load_model, write_policy
 from trainer.step import Learner
 from trainer.warmup import make_base_policy
 
@@ -76,7 +76,6 @@ def run(
         cpu_seconds = time.process_time() - started
         last = Path(scratch) / "last"
         write_policy(last, learner.config_bytes, learner.encode_weights())
-        assert (last / WEIGHTS).exists()
         reward_first, reward_last = (_evaluate(path, environment) for path in (folder, last))
     rollouts = steps * groups * group_size
     return {

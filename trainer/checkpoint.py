@@ -18,8 +18,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import Fault
-from trainer.files import disk_errors, remove_tree, sync_directory, write_atomic, write_synced
-from trainer.policy import CONFIG, WEIGHTS
+from trainer.files import CONFIG, WEIGHTS, disk_errors, remove_tree, sync_directory, write_atomic, write_synced
 
 #: Generations that stay on disk.
 KEEP = 2
@@ -145,7 +144,7 @@ class Generations:
             write_synced(draft / POLICY / WEIGHTS, weights)
             sync_directory(draft / POLICY)
             write_synced(draft / OPTIMIZER, optimizer)
-            write_synced(draft / STATE, msgspec.json.encode(state, order="sorted"))
+            write_synced(draft / STATE, msgspec.json.encode(state))
             sync_directory(draft)
             draft.rename(folder)
             sync_directory(self.root)

@@ -32,10 +32,9 @@ from protocol.rounds import (
 )
 from protocol.verdict import Status
 from trainer.batch import GroupKey, TrainingGroup
-from trainer.ingest import LoadedScorer, Scorers, check_submission
+from trainer.fetches import Fetches
+from trainer.ingest import Scorers, check_submission
 
-#: Bundles and policies fetched at the same time.
-FETCHES_MAX = 8
 #: Submissions checked in one step, so that a step stays short.
 CHECKS_MAX = 8
 #: A submission that we failed on this often is given up.
@@ -49,12 +48,10 @@ Key = tuple[int, bytes]
 @dataclass
 class _Submission:
     """Attributes:
-    data: the sealed bundle, until it is checked.
     groups: checked groups that are held.
     num_judged: judged rounds when it was last looked at; nothing about a held submission changes in between.
     """
 
-    data: bytes | None = None
     groups: list[TrainingGroup] | None = None
     faults: int = 0
     retry_block: int = 0
@@ -81,16 +78,19 @@ class Intake:
         events: Events,
     ) -> None:
         self._ledger = ledger
-        self._blobs = blobs
-        self._policies = policies
         self._environment = environment
         self._scorers = scorers
         self._events = events
         self._open: dict[Key, _Submission] = {}
         self._closed: dict[Key, bool] = {}
-        self._fetches: dict[Key | int, asyncio.Task[bytes | Path]] = {}
-        self._folders: dict[int, Path] = {}
-        self._policy_retry: dict[int, int] = {}
+        self._bundles: Fetches[tuple[bytes, int, bytes], bytes] = Fetches(
+            lambda name: blobs.get(compute_bundle_key(*name)),
+            describe=lambda name: f"bundle of round {name[1]} of 0x{name[2].hex()}",
+            events=events,
+        )
+        self._folders: Fetches[tuple[bytes, int], Path] = Fetches(
+            lambda name: policies.fetch(*name), describe=lambda name: f"policy {name[1]}", events=events
+        )
         self._floor = 0
         self._suspended: tuple[int, frozenset[bytes]] = (-1, frozenset())
         self.waiting: dict[GroupKey, TrainingGroup] = {}
@@ -111,8 +111,7 @@ class Intake:
                 if key not in self._closed and key not in self._open:
                     self._open[key] = _Submission()
         self._drop_suspended(task)
-        self._collect_fetches()
-        self._start_fetches(task)
+        self._fetch(task)
         await self._check_ready(task)
         self._admit(task, consumed)
 
@@ -147,10 +146,8 @@ class Intake:
 
     async def close(self) -> None:
         """Stop fetching."""
-        for fetch in self._fetches.values():
-            fetch.cancel()
-        await asyncio.gather(*self._fetches.values(), return_exceptions=True)
-        self._fetches.clear()
+        await self._bundles.close()
+        await self._folders.close()
 
     def _list_rounds(self, task: Task, version: int) -> list[int]:
         """Rounds with receipts whose policy is not too old. Neither a round nor the trainer ever goes back to an older
@@ -172,16 +169,11 @@ class Intake:
         for group_key in [group_key for group_key in self.waiting if group_key.round_index not in fresh]:
             del self.waiting[group_key]
             self.dropped["stale"] += 1
-        used = {self._version(task, index) for index in fresh}
-        for known in [known for known in self._folders if known not in used]:
-            del self._folders[known]
 
     def _close(self, task: Task, key: Key, reason: str, text: str = "") -> None:
         """Done with a submission; `reason` is empty when it was admitted."""
         self._open.pop(key, None)
-        fetch = self._fetches.pop(key, None)
-        if fetch is not None:
-            fetch.cancel()
+        self._bundles.discard((task.task, *key))
         self._closed[key] = not reason
         if reason:
             leaves = task.commitments[key[0]][key[1]].leaves
@@ -206,52 +198,27 @@ class Intake:
             self.dropped["suspended"] += 1
             self._closed[group_key.round_index, group_key.account] = False
 
-    def _start_fetches(self, task: Task) -> None:
+    def _fetch(self, task: Task) -> None:
         """Fetch bundles and the policies they were made with, oldest first."""
         block = self._ledger.state.block_number
-        for key, submission in sorted(self._open.items(), key=lambda item: item[0]):
-            if len(self._fetches) >= FETCHES_MAX:
-                return
-            version = self._version(task, key[0])
-            missing = not self._is_ready(version) and version not in self._fetches
-            if missing and self._policy_retry.get(version, 0) <= block:
-                self._fetches[version] = asyncio.create_task(self._policies.fetch(task.task, version))
-            wanted = submission.data is None and submission.groups is None and key not in self._fetches
-            if wanted and submission.retry_block <= block:
-                self._fetches[key] = asyncio.create_task(self._blobs.get(compute_bundle_key(task.task, *key)))
+        unchecked = [key for key, submission in sorted(self._open.items(), key=_by_key) if submission.groups is None]
+        versions = dict.fromkeys(self._version(task, key[0]) for key in unchecked)
+        self._folders.keep((task.task, version) for version in versions)
+        missing = [version for version in versions if not self._scorers.has(version)]
+        self._folders.step([(task.task, version) for version in missing], block)
+        self._bundles.step([(task.task, *key) for key in unchecked], block)
 
-    def _collect_fetches(self) -> None:
-        """Take what background fetches brought. A `Fault` is tried again in a later block."""
-        block = self._ledger.state.block_number
-        for name, fetch in [item for item in self._fetches.items() if item[1].done()]:
-            del self._fetches[name]
-            try:
-                result = fetch.result()
-            except (Fault, Reject, Ignore) as error:
-                self._events("fetch_failed", {"what": _describe(name), "text": str(error)})
-                if isinstance(name, int):
-                    self._policy_retry[name] = block + 1
-                elif name in self._open:
-                    self._open[name].retry_block = block + 1
-                continue
-            if isinstance(name, int):
-                assert isinstance(result, Path)
-                self._folders[name] = result
-            elif name in self._open:
-                assert isinstance(result, bytes)
-                self._open[name].data = result
-
-    def _is_ready(self, version: int) -> bool:
-        return version in self._folders or self._scorers.has(version)
+    def _is_ready(self, task: Task, key: Key) -> bool:
+        version = self._version(task, key[0])
+        has_policy = self._scorers.has(version) or (task.task, version) in self._folders.arrived
+        return has_policy and (task.task, *key) in self._bundles.arrived
 
     async def _check_ready(self, task: Task) -> None:
         """Check the oldest fetched submissions in a thread."""
         ready = [
             key
-            for key, submission in sorted(self._open.items(), key=lambda item: item[0])
-            if submission.data is not None
-            and submission.retry_block <= self._ledger.state.block_number
-            and self._is_ready(self._version(task, key[0]))
+            for key, submission in sorted(self._open.items(), key=_by_key)
+            if submission.retry_block <= self._ledger.state.block_number and self._is_ready(task, key)
         ][:CHECKS_MAX]
         if not ready:
             return
@@ -266,11 +233,12 @@ class Intake:
             elif isinstance(result, Fault):
                 submission.faults += 1
                 submission.retry_block = self._ledger.state.block_number + 1
-                self._events("fault", {"what": _describe(key), "text": str(result)})
+                self._events("fault", {"what": "submission", "round": key[0], "account": key[1], "text": str(result)})
                 if submission.faults >= FAULTS_MAX:
                     self._close(task, key, "fault", str(result))
             else:
-                submission.data, submission.groups = None, result
+                submission.groups = result
+                self._bundles.discard((task.task, *key))
 
     def _check_all(
         self, task: Task, keys: list[Key]
@@ -278,22 +246,20 @@ class Intake:
         started = time.thread_time()
         results: dict[Key, list[TrainingGroup] | Reject | Ignore | Fault] = {}
         for key in keys:
-            data = self._open[key].data
-            assert data is not None
             try:
-                results[key] = self._check(task, key, data)
+                results[key] = self._check(task, key)
             except (Reject, Ignore, Fault) as error:
                 results[key] = error
         return results, time.thread_time() - started
 
-    def _check(self, task: Task, key: Key, data: bytes) -> list[TrainingGroup]:
+    def _check(self, task: Task, key: Key) -> list[TrainingGroup]:
         version = self._version(task, key[0])
-        loaded: LoadedScorer = self._scorers.get(version, self._folders.get(version))
+        loaded = self._scorers.get(version, self._folders.arrived.get((task.task, version)))
         return check_submission(
             self._ledger.state,
             task,
             *key,
-            data,
+            self._bundles.arrived[task.task, *key],
             chain_id=self._ledger.chain_id,
             ledger=self._ledger.address,
             environment=self._environment,
@@ -331,5 +297,5 @@ class Intake:
         return policy.version
 
 
-def _describe(name: Key | int) -> str:
-    return f"policy {name}" if isinstance(name, int) else f"bundle of round {name[0]} of 0x{name[1].hex()}"
+def _by_key(item: tuple[Key, _Submission]) -> Key:
+    return item[0]

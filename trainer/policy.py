@@ -19,10 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from protocol.errors import ConfigError, Fault
-from trainer.files import disk_errors, sync_directory, write_synced
+from trainer.files import CONFIG, WEIGHTS, disk_errors, sync_directory, write_synced
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 #: Longest config.json that is parsed.
 CONFIG_BYTES_MAX = 1 << 20
 

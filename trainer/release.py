@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from protocol.codec import PROTOCOL_VERSION
 from protocol.errors import Fault
 from protocol.identity import NetworkKey
 from protocol.ledger.calls import RecordPolicy
@@ -19,7 +18,8 @@ from protocol.ledger.state import Task
 from protocol.merkle import compute_root
 from protocol.messages import Lineage, compute_lineage_key, make_domain, seal
 from protocol.ports import BlobStore, Ledger, PolicyStore
-from trainer.checkpoint import Generation, State
+from trainer.checkpoint import Generation
+from trainer.lineage import make_lineage
 
 #: A call that the contract refuses this often will not be accepted.
 ATTEMPTS_MAX = 5
@@ -35,23 +35,6 @@ class Released(NamedTuple):
     policy: bytes
     manifest: bytes
     lineage: bytes
-
-
-def make_lineage(task: bytes, state: State, policy: bytes) -> Lineage:
-    """The public record of the step that made a generation."""
-    leaves = tuple(bytes.fromhex(leaf) for leaf in state.leaves)
-    return Lineage(
-        version=PROTOCOL_VERSION,
-        task=task,
-        policy_version=state.version,
-        parent=bytes.fromhex(state.parent),
-        batch_root=compute_root(leaves),
-        leaves=leaves,
-        optimizer_hash=bytes.fromhex(state.optimizer_before),
-        config_hash=bytes.fromhex(state.config_hash),
-        policy=policy,
-        reward_micro=state.reward_micro,
-    )
 
 
 class Releaser:

@@ -7,23 +7,26 @@ Neighbours: trainer.batch makes batches, trainer.checkpoint stores a `Learner`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from protocol.errors import Fault
 from trainer.batch import TrainingGroup
 from trainer.config import TrainerConfig
+from trainer.files import CONFIG, WEIGHTS
 from trainer.grpo import compute_advantages, compute_loss, has_variance
-from trainer.policy import CONFIG, WEIGHTS, collect_tensors, encode_tensors, load_model
+from trainer.packing import MicroBatch, compute_logprobs, make_micro_batches
+from trainer.policy import collect_tensors, encode_tensors, load_model
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,11 +39,11 @@ class StepReport:
         groups / informative: groups in the batch, and those among them whose rewards differ.
         tokens: completion tokens that were trained on, per epoch.
         reward_mean: of all rollouts of the batch, 0 to 1.
-        loss: at the start of the step (first epoch).
-        grad_norm: mean over the epochs, before clipping.
+        loss: mean over the first epoch.
+        grad_norm: mean over the optimiser steps, before clipping.
         clip_fraction: share of tokens without gradient because of the clip, over all epochs.
         tokens_skipped: tokens with a log ratio that is not finite, over all epochs.
-        updates_skipped: epochs whose gradient was not finite; nothing was changed by them.
+        updates_skipped: optimiser steps whose gradient was not finite; they changed nothing.
     """
 
     groups: int
@@ -57,24 +60,23 @@ class StepReport:
     updates_skipped: int
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rollouts of one forward pass, padded on the right: causal attention never looks there.
+class Minibatch(NamedTuple):
+    """What one optimiser step sees: its forward passes, reference log-probabilities of each, completion tokens."""
 
-    Attributes:
-        inputs: int64 [rollouts, width], prompts and completions.
-        targets / mask: int64 and bool [rollouts, width - 1], the next token and whether it is a completion token.
-        old: float32 [rollouts, width - 1], log-probabilities under the rollout's policy, 0 where masked.
-        advantages: float32 [rollouts].
-        first: lowest position whose logits matter.
-    """
+    parts: list[MicroBatch]
+    references: list[Tensor | None]
+    num_tokens: int
 
-    inputs: Tensor
-    targets: Tensor
-    mask: Tensor
-    old: Tensor
-    advantages: Tensor
-    first: int
+
+class Update(NamedTuple):
+    """What one optimiser step reports; see `StepReport` and `LossParts`."""
+
+    loss: float
+    grad_norm: float
+    clipped: int
+    skipped: int
+    kl: float
+    entropy: float
 
 
 class Learner:
@@ -160,65 +162,65 @@ class Learner:
         if not varies.any():
             raise Fault(f"none of {len(groups)} groups has rewards that differ: there is nothing to learn from them")
         used = [group for group, kept in zip(groups, varies, strict=True) if kept]
-        parts = list(make_micro_batches(used, compute_advantages(rewards[varies]), config.tokens_max, self.device))
-        num_tokens = sum(len(line) for group in used for line in group.completions)
+        minibatches = [
+            self._pack(*part) for part in _split(used, compute_advantages(rewards[varies]), config.minibatches)
+        ]
         rate = config.compute_learning_rate(version)
         for settings in self._optimizer.param_groups:
             settings["lr"] = rate
-        references = [None if self._reference is None else self._reference_logprobs(part) for part in parts]
         self.model.train()
-        totals = np.zeros(4)
-        losses, norms = [], []
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed * 1_000_003 + version)
-            for _ in range(config.epochs):
-                loss, norm, counts = self._epoch(parts, references, num_tokens)
-                losses.append(loss)
-                norms.append(norm)
-                totals += counts
+            updates = [self._update(minibatch) for _ in range(config.epochs) for minibatch in minibatches]
         self.model.train(False)
+        num_tokens = sum(minibatch.num_tokens for minibatch in minibatches)
         seen = num_tokens * config.epochs
-        finite = [norm for norm in norms if np.isfinite(norm)]
+        norms = [update.grad_norm for update in updates if np.isfinite(update.grad_norm)]
         return StepReport(
             groups=len(groups),
             informative=len(used),
             tokens=num_tokens,
             reward_mean=float(rewards.mean()) / 1e6,
             learning_rate=rate,
-            loss=losses[0],
-            grad_norm=float(np.mean(finite)) if finite else 0.0,
-            clip_fraction=float(totals[0]) / seen,
-            kl=float(totals[2]) / seen,
-            entropy=float(totals[3]) / seen,
-            tokens_skipped=int(totals[1]),
-            updates_skipped=len(norms) - len(finite),
+            loss=float(np.mean([update.loss for update in updates[: len(minibatches)]])),
+            grad_norm=float(np.mean(norms)) if norms else 0.0,
+            clip_fraction=sum(update.clipped for update in updates) / seen,
+            kl=sum(update.kl for update in updates) / seen,
+            entropy=sum(update.entropy for update in updates) / seen,
+            tokens_skipped=sum(update.skipped for update in updates),
+            updates_skipped=len(updates) - len(norms),
         )
 
-    def _epoch(
-        self, parts: Sequence[MicroBatch], references: Sequence[Tensor | None], num_tokens: int
-    ) -> tuple[float, float, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-        """One optimiser step over the whole batch; it is skipped when the gradient is not finite."""
+    def _pack(self, groups: Sequence[TrainingGroup], advantages: NDArray[np.float32]) -> Minibatch:
+        parts = list(make_micro_batches(groups, advantages, self.config.tokens_max, self.device))
+        references = [None if self._reference is None else self._reference_logprobs(part) for part in parts]
+        return Minibatch(parts, references, sum(len(line) for group in groups for line in group.completions))
+
+    def _update(self, minibatch: Minibatch) -> Update:
+        """One optimiser step over a minibatch; it is skipped when the gradient is not finite."""
         self._optimizer.zero_grad(set_to_none=True)
-        loss, counts = 0.0, np.zeros(4)
-        for part, reference in zip(parts, references, strict=True):
-            new, entropy = compute_logprobs(self.model, part, self.temperature, with_entropy=bool(self.config.entropy))
+        loss = kl = entropy = 0.0
+        clipped = skipped = 0
+        for part, reference in zip(minibatch.parts, minibatch.references, strict=True):
+            new, entropies = compute_logprobs(self.model, part, self.temperature, with_entropy=self.config.entropy > 0)
             found = compute_loss(
                 self.config,
                 new,
                 part.old,
                 part.advantages,
                 part.mask,
-                num_tokens,
+                minibatch.num_tokens,
                 reference=reference,
-                entropy=entropy,
+                entropy=entropies,
             )
             found.loss.backward()  # type: ignore[no-untyped-call]
             loss += float(found.loss.detach())
-            counts += (found.clipped, found.skipped, found.kl, found.entropy)
+            clipped, skipped = clipped + found.clipped, skipped + found.skipped
+            kl, entropy = kl + found.kl, entropy + found.entropy
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_norm_max))
         if np.isfinite(norm):
             self._optimizer.step()
-        return loss, norm, counts
+        return Update(loss, norm, clipped, skipped, kl, entropy)
 
     def _reference_logprobs(self, part: MicroBatch) -> Tensor:
         assert self._reference is not None
@@ -226,67 +228,14 @@ class Learner:
             return compute_logprobs(self._reference, part, self.temperature, with_entropy=False)[0]
 
 
+def _split(
+    groups: Sequence[TrainingGroup], advantages: NDArray[np.float32], minibatches: int
+) -> list[tuple[Sequence[TrainingGroup], NDArray[np.float32]]]:
+    """Deal groups out to at most `minibatches` parts, so that each has groups of every node and age."""
+    count = min(minibatches, len(groups))
+    return [(groups[part::count], advantages[part::count]) for part in range(count)]
+
+
 def _read_dtype(folder: Path) -> torch.dtype:
     """Type of the floating-point tensors in a policy's file."""
     return next((t.dtype for t in load_file(folder / WEIGHTS).values() if t.is_floating_point()), torch.float32)
-
-
-def make_micro_batches(
-    groups: Sequence[TrainingGroup], advantages: np.ndarray, tokens_max: int, device: str
-) -> Iterator[MicroBatch]:
-    """Pack rollouts of similar length into padded batches of at most `tokens_max` tokens (but at least one rollout).
-
-    Args:
-        advantages: float32 [groups, group size].
-    """
-    rows = [
-        (group.prompt, tokens, group.logprobs[number], float(advantages[index, number]))
-        for index, group in enumerate(groups)
-        for number, tokens in enumerate(group.completions)
-    ]
-    rows.sort(key=lambda row: len(row[0]) + len(row[1]))
-    start = 0
-    while start < len(rows):
-        end = start + 1
-        while end < len(rows) and (len(rows[end][0]) + len(rows[end][1])) * (end + 1 - start) <= tokens_max:
-            end += 1
-        yield _pad(rows[start:end], device)
-        start = end
-
-
-def _pad(rows: Sequence[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, float]], device: str) -> MicroBatch:
-    width = max(len(prompt) + len(tokens) for prompt, tokens, _, _ in rows)
-    inputs = np.zeros((len(rows), width), dtype=np.int64)
-    mask = np.zeros((len(rows), width - 1), dtype=bool)
-    old = np.zeros((len(rows), width - 1), dtype=np.float32)
-    for i, (prompt, tokens, logprobs, _) in enumerate(rows):
-        start, end = len(prompt), len(prompt) + len(tokens)
-        inputs[i, :end] = prompt + tokens
-        mask[i, start - 1 : end - 1] = True
-        old[i, start - 1 : end - 1] = logprobs
-    return MicroBatch(
-        torch.from_numpy(inputs).to(device),
-        torch.from_numpy(inputs[:, 1:].copy()).to(device),
-        torch.from_numpy(mask).to(device),
-        torch.from_numpy(old).to(device),
-        torch.tensor([row[3] for row in rows], dtype=torch.float32, device=device),
-        min(len(row[0]) for row in rows) - 1,
-    )
-
-
-def compute_logprobs(
-    model: PreTrainedModel, part: MicroBatch, temperature: float, *, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the next tokens at the task's temperature, [rollouts, width - 1], and entropies if asked for.
-
-    Logits are computed only from the first completion position on; what is before it is 0 and masked.
-    """
-    width = part.inputs.shape[1]
-    logits = model(input_ids=part.inputs, use_cache=False, logits_to_keep=width - part.first).logits[:, :-1]
-    spread = torch.log_softmax(logits.float() / temperature, dim=-1)
-    chosen = spread.gather(-1, part.targets[:, part.first :, None])[..., 0]
-    padded = torch.nn.functional.pad(chosen, (part.first, 0))
-    if not with_entropy:
-        return padded, None
-    entropy = -(spread.exp() * spread).sum(dim=-1)
-    return padded, torch.nn.functional.pad(entropy, (part.first, 0))

@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.codec import decode
 from protocol.errors import ConfigError, Fault
 from protocol.identity import NetworkKey
-from protocol.ledger.state import Policy, Task
-from protocol.messages import LINEAGE_BYTES_MAX, Lineage, compute_lineage_key, make_domain, unseal_body
+from protocol.ledger.state import Task
 from protocol.ports import BlobStore, Environment, Ledger, PolicyStore, Scorer
 from protocol.rounds import get_end_round, get_times
 from trainer.batch import TrainingGroup, choose_batch
-from trainer.checkpoint import Generation, Generations, State
+from trainer.checkpoint import Generation, Generations
 from trainer.config import TrainerConfig
 from trainer.grpo import has_variance
 from trainer.ingest import Scorers
 from trainer.intake import Intake
+from trainer.lineage import fetch_consumed, make_adopted_state, make_next_state
 from trainer.release import Diverged, Releaser
 from trainer.step import Learner, StepReport
 
@@ -78,7 +76,6 @@ class TrainerWorker:
         self._ledger = ledger
         self._blobs = blobs
         self._policies = policies
-        self._key = key
         self._task = task
         self._events = events
         self._config = config or TrainerConfig()
@@ -148,23 +145,15 @@ class TrainerWorker:
         leaves are used up: at the start of a task, and when our own generations were lost, old or refused."""
         newest = task.policies[-1]
         folder = await self._policies.fetch(self._task, newest.version)
-        consumed: dict[int, tuple[str, ...]] = {}
-        for policy in task.policies[max(1, newest.version - task.spec.max_staleness) :]:
-            lineage = await self._fetch_lineage(task, policy)
-            consumed[policy.version] = tuple(leaf.hex() for leaf in lineage.leaves)
+        consumed = await fetch_consumed(self._ledger, self._blobs, task)
         learner = await asyncio.to_thread(self._make_learner, folder, None, await self._fetch_reference())
         optimizer = learner.encode_optimizer()
-        state = State(
-            task=self._task.hex(),
-            version=newest.version,
-            adopted=newest.policy.hex(),
-            parent="",
-            parent_lineage="",
-            optimizer_before=hashlib.sha256(optimizer).hexdigest(),
-            config_hash=self._config_hash.hex(),
-            leaves=(),
+        state = make_adopted_state(
+            newest,
+            self._task,
+            optimizer=optimizer,
+            config_hash=self._config_hash,
             consumed=consumed,
-            reward_micro=0,
             seed=self._config.seed,
         )
         self._releaser.forget()
@@ -179,14 +168,6 @@ class TrainerWorker:
         self._set_generation(generation)
         self._events("adopted", {"version": newest.version, "policy": newest.policy})
         return generation
-
-    async def _fetch_lineage(self, task: Task, policy: Policy) -> Lineage:
-        data = await self._blobs.get(compute_lineage_key(self._task, policy.version))
-        if hashlib.sha256(data).digest() != policy.lineage:
-            raise Fault(f"the lineage record of policy {policy.version} that a relay serves is not the recorded one")
-        domain = make_domain(self._ledger.chain_id, self._ledger.address, self._task, Lineage)
-        body = unseal_body(data, domain, self._key.public, bytes_max=LINEAGE_BYTES_MAX)
-        return decode(Lineage, body, bytes_max=LINEAGE_BYTES_MAX)
 
     async def _fetch_reference(self) -> Path | None:
         return await self._policies.fetch(self._task, 0) if self._config.kl else None
@@ -282,24 +263,16 @@ class TrainerWorker:
         before = generation.read_optimizer()
         if learner is None:
             learner = self._make_learner(generation.policy, before, reference)
-        version = generation.version + 1
         report = learner.step(batch, generation.version)
-        old = generation.state
-        consumed = {**old.consumed, old.version: old.leaves}
-        state = State(
-            task=old.task,
-            version=version,
-            adopted="",
-            parent=parent.hex(),
-            parent_lineage=parent_lineage.hex(),
-            optimizer_before=hashlib.sha256(before).hexdigest(),
-            config_hash=self._config_hash.hex(),
-            leaves=tuple(group.leaf.hex() for group in batch),
-            # A leaf consumed to make version v was sampled by v - 1 at the newest: it is too stale after max_staleness.
-            consumed={
-                v: leaves for v, leaves in consumed.items() if leaves and v > version - 1 - task.spec.max_staleness
-            },
-            reward_micro=round(report.reward_mean * 1e6),
+        state = make_next_state(
+            generation.state,
+            batch,
+            parent=parent,
+            parent_lineage=parent_lineage,
+            optimizer_before=before,
+            config_hash=self._config_hash,
+            reward_mean=report.reward_mean,
+            max_staleness=task.spec.max_staleness,
             seed=self._config.seed,
         )
         made = self._generations.write(
