@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from protocol.codec import Domain
 from protocol.errors import ConfigError, Fault, Ignore, Reason, Reject, TrothError
@@ -28,8 +27,9 @@ from shardcast.fetch import Fetch
 from shardcast.mailbox import LETTER_BYTES_MAX
 from shardcast.manifest import MANIFEST_BYTES_MAX, Manifest
 from shardcast.server import Accept, EventSink, Server
-from shardcast.sockets import Admission, Pump, curve_public, open_server
+from shardcast.sockets import Admission, curve_public, open_server
 from shardcast.store import ShardStore
+from shardcast.watch import ConnectionWatch
 
 REQUEST_TIMEOUT_S = 10.0
 FETCH_TIMEOUT_S = 60.0
@@ -37,10 +37,6 @@ RATE_PER_S = 4_000.0
 BURST = 8_000.0
 #: Idle connections beyond this are closed.
 CONNECTIONS_MAX = 256
-
-_FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 class Peer:
@@ -86,7 +82,7 @@ class Peer:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._admission: Admission | None = None
         self._server: Server | None = None
-        self._monitor: Pump | None = None
+        self._watch: ConnectionWatch | None = None
         self._endpoint = ""
         self._connections: dict[Address, Connection] = {}
         self._fetches: set[Fetch] = set()
@@ -103,11 +99,13 @@ class Peer:
             await self.stop()
             raise
         self._endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        monitor = socket.get_monitor_socket(_FAILED_HANDSHAKES)
-        self._monitor = Pump(monitor, self._on_failed_handshake, frames_max=2)
+        self._watch = ConnectionWatch(
+            socket, on_failed_handshake=self._on_failed_handshake, on_hoarder=self._on_hoarder
+        )
         self._server = Server(
             socket,
             self.store,
+            watch=self._watch,
             accept=self._accept,
             metrics=self.metrics,
             on_event=self._on_event,
@@ -120,13 +118,13 @@ class Peer:
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
+        if self._watch is not None:
+            await self._watch.close()
         if self._server is not None:
             await self._server.close()
-        if self._monitor is not None:
-            self._monitor.close()
         if self._admission is not None:
             self._admission.close()
-        self._server = self._monitor = self._admission = None
+        self._server = self._watch = self._admission = None
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
@@ -329,7 +327,10 @@ class Peer:
         self.metrics["refused_keys"] += 1
         self._on_event("refused", {"peer": key.hex(), "why": why})
 
-    def _on_failed_handshake(self, frames: list[zmq.Frame]) -> None:
-        event = parse_monitor_message([bytes(frame.buffer) for frame in frames])
+    def _on_failed_handshake(self, event: int, value: int) -> None:
         self.metrics["failed_handshakes"] += 1
-        self._on_event("failed_handshake", {"event": int(event["event"]), "value": int(event["value"])})
+        self._on_event("failed_handshake", {"event": event, "value": value})
+
+    def _on_hoarder(self) -> None:
+        self.metrics["hoarders_cut"] += 1
+        self._on_event("hoarder_cut", {})

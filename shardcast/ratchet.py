@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.codec import Domain, Message, decode, encode, tagged_hash
-from protocol.errors import Ignore, Reason, Reject
+from protocol.errors import Fault, Ignore, Reason, Reject
 from shardcast.content import NotFound, sha256
 from shardcast.files import disk_errors, write_durably
 from shardcast.manifest import (
@@ -56,7 +56,10 @@ class Ratchet:
 
     def _load(self) -> None:
         for path in self._heads_dir.iterdir():
-            head = decode(Head, path.read_bytes(), bytes_max=_HEAD_BYTES_MAX)
+            try:
+                head = decode(Head, path.read_bytes(), bytes_max=_HEAD_BYTES_MAX)
+            except Reject as error:  # our own disk: starting without the record would allow a rollback
+                raise Fault(f"{path} is damaged ({error}): restore it, or start with a new store") from error
             self._heads[head.task, head.key] = head.version
         for path in self._manifests_dir.iterdir():
             data = path.read_bytes()

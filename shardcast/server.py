@@ -23,6 +23,7 @@ from shardcast.content import sha256
 from shardcast.manifest import Manifest
 from shardcast.sockets import Pump, sender_key
 from shardcast.store import ShardStore
+from shardcast.watch import ConnectionWatch
 
 #: Called with (sender's CURVE key, key, data) before a letter is stored; raises Reject or Ignore to refuse it.
 Accept = Callable[[bytes, bytes, bytes], Awaitable[None] | None]
@@ -86,6 +87,7 @@ class Server:
     Args:
         socket: a bound socket from `shardcast.sockets.open_server`.
         store: what to serve.
+        watch: told of every whole message.
         accept: decides about letters; None refuses all.
         metrics: counters to add to.
         on_event: event sink.
@@ -97,6 +99,7 @@ class Server:
         socket: zmq.Socket[bytes],
         store: ShardStore,
         *,
+        watch: ConnectionWatch,
         accept: Accept | None,
         metrics: Counter[str],
         on_event: EventSink,
@@ -104,6 +107,7 @@ class Server:
         burst: float,
     ) -> None:
         self._store = store
+        self._watch = watch
         self._accept = accept
         self._metrics = metrics
         self._on_event = on_event
@@ -134,6 +138,7 @@ class Server:
         self._metrics[f"dropped_{why}"] += 1
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
+        self._watch.delivered(frames[-1])
         sender = sender_key(frames[-1])
         if not sender or len(frames) < 2:
             self._drop("malformed")

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from protocol.errors import Fault, Reject
-from shardcast import sockets, wire
+from shardcast import sockets, watch, wire
 from shardcast.content import sha256
 from shardcast.peer import Peer
 from shardcast.server import INFLIGHT_MAX
@@ -275,6 +275,51 @@ def test_n4_a_message_of_very_many_frames_is_thrown_away(tmp_path: Path) -> None
     _attack_while_serving(tmp_path, attack)
 
 
+def test_n4_a_message_that_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq keeps every frame until the last has come: the connection is shut down long before."""
+    monkeypatch.setattr(watch, "UNREAD_BYTES_MAX", 4 << 20)
+    monkeypatch.setattr(watch, "INTERVAL_S", 0.001)
+    forwarded = 0
+
+    async def attack(server: Peer) -> None:
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Pass bytes on slowly enough for the server to look between two pieces."""
+            nonlocal forwarded
+            there, back = await asyncio.open_connection(*_tcp(server))
+
+            async def answers() -> None:
+                while data := await there.read(65536):
+                    writer.write(data)
+
+            answering = asyncio.create_task(answers())
+            with suppress(ConnectionError):
+                while data := await reader.read(256 << 10):
+                    back.write(data)
+                    await back.drain()
+                    forwarded += len(data)
+                    await asyncio.sleep(0.002)
+            answering.cancel()
+            back.close()
+            writer.close()
+
+        proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            endpoint = f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+            dealer = open_client(context, curve_secret(66), endpoint, server.public_key)
+            for _ in range(200):
+                dealer.send(bytes(wire.CHUNK_BYTES), zmq.SNDMORE)
+            dealer.send(b"the last frame, after 50 MiB")
+            await until(lambda: server.metrics["hoarders_cut"] == 1)
+            assert forwarded < 200 * wire.CHUNK_BYTES
+            assert server.metrics["dropped_overlong"] == 0
+        finally:
+            context.destroy(linger=0)
+            proxy.close()
+
+    _attack_while_serving(tmp_path, attack)
+
+
 def _mutants(count: int) -> list[list[bytes]]:
     """Random bytes, random MessagePack-like bytes, and valid requests with a few bytes changed or cut."""
     rng = random.Random(11)
@@ -339,6 +384,41 @@ def test_n5_malformed_answers(tmp_path: Path) -> None:
                     with pytest.raises((Fault, Reject)):
                         await node.get(bytes([number]) * 32, [liar], verify=_nothing_is_right)
                 assert node.metrics["malformed_answers"] > 0
+
+    asyncio.run(run())
+
+
+def test_n5_a_letter_that_claims_to_be_a_terabyte(tmp_path: Path) -> None:
+    async def answer(frames: list[bytes]) -> list[list[bytes]]:
+        request = wire.unpack(wire.REQUESTS, frames[0], len(frames) - 1)
+        return [[wire.pack(wire.Chunk(request.id, 1 << 40, 0)), bytes(wire.CHUNK_BYTES)]]
+
+    async def run() -> None:
+        with ShardStore(tmp_path / "a") as store:
+            async with raw_server(1, answer) as liar, make_peer(store, 2, listen=False) as node:
+                with pytest.raises(Fault, match="wrong size"):
+                    await node.get(b"\x01" * 32, [liar], verify=_nothing_is_right)
+
+    asyncio.run(run())
+
+
+def test_w4_a_silent_peer_is_given_up(tmp_path: Path) -> None:
+    async def answer(frames: list[bytes]) -> list[list[bytes]]:
+        return []
+
+    async def run() -> None:
+        with ShardStore(tmp_path / "a") as store:
+            async with (
+                raw_server(1, answer) as silent,
+                make_peer(store, 2, listen=False, request_timeout_s=0.2) as node,
+            ):
+                with pytest.raises(Fault, match="did not answer within"):
+                    await node.get(b"\x01" * 32, [silent], verify=_nothing_is_right)
+                with pytest.raises(Fault, match="did not answer within"):
+                    await node.get_blob(b"\x01" * 32, [silent])
+                with pytest.raises(Fault, match="did not answer within"):
+                    await node.put(silent, b"\x01" * 32, b"letter")
+                assert node.metrics["timeouts"] == 3
 
     asyncio.run(run())
 

@@ -235,6 +235,16 @@ def test_accepted_manifests_survive_and_old_ones_can_be_wanted(tmp_path: Path) -
             store.manifest(manifests[0].hash)
 
 
+def test_damaged_ratchet_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    manifest = make_manifest(make_folder(tmp_path / "policy", num_shards=1))
+    with ShardStore(tmp_path / "s") as store:
+        store.admit_manifest(manifest.data, TRAINER.public, DOMAIN, expected=manifest.hash)
+    [head] = (tmp_path / "s" / "heads").iterdir()
+    head.write_bytes(b"")
+    with pytest.raises(Fault, match="is damaged"):
+        ShardStore(tmp_path / "s")
+
+
 def test_bitmap_marks_what_is_here(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", num_shards=20)
     manifest = make_manifest(folder)
