@@ -156,11 +156,11 @@ class EvmLedger:
         self._outbox.submit(intent, getattr(self.deployment, contract), calldata, self._spend(call))
 
     def outcome(self, intent: str) -> IntentStatus:
-        """How an intent stands, by what is on disk."""
+        """How an intent stands. It is final only when the replica holds its events, also after a restart."""
         row = self._outbox.get(intent)
         if row is None:
             return IntentStatus("unknown")
-        if row.state == ob.FINAL:
+        if row.state == ob.FINAL and self.state.block_number >= row.block_number:
             return IntentStatus("final", row.block_number)
         if row.state == ob.REVERTED:
             return IntentStatus("reverted", row.block_number, row.error)
