@@ -139,16 +139,17 @@ def test_a_crash_between_disk_and_ledger_is_finished_by_the_next_start(world, mo
 
 def test_a_new_directory_of_a_known_account_waits_one_round(world):
     async def scenario():
-        first = Node(world)
-        times = get_times(world.task, 1)
-        await first.run_until(times.start + 1)
-        twin = Node(world, directory=world.directory / "elsewhere")
-        twin.ledger.intents = {}
-        open_rounds = range((world.chain.block_number - world.task.start_block) // world.spec.schedule.round_blocks + 1)
-        await twin.run_until(times.start + 4)
-        assert [f["round"] for f in twin.texts("round_made")] == []
+        await Node(world).run_until(get_times(world.task, 0).commit_deadline - 1)
+        assert list(world.task.commitments) == [0]
+        twin = Node(world, directory=world.directory / "elsewhere")  # a restored machine, or a second one
+        world.chain.advance()
         await twin.run_until(get_times(world.task, 2).start + 4)
-        assert [f["round"] for f in twin.texts("round_made")] == [open_rounds.stop]
+        assert [f["round"] for f in twin.texts("round_made")] == [2]
+        assert sorted(world.task.commitments) == [0, 2]
+        assert any("new directory" in f["reason"] for f in twin.texts("idle"))
+        again = Node(world, directory=world.directory / "elsewhere")  # by now it is known: no more waiting
+        await again.run_until(get_times(world.task, 3).start + 4)
+        assert [f["round"] for f in again.texts("round_made")] == [3]
 
     run(scenario())
 
@@ -335,15 +336,29 @@ def test_reads_why_a_round_was_refused(world):
     run(scenario())
 
 
-def test_a_forged_report_is_not_believed(world):
+def _flip(world, key, data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def _say_something_else(world, key, data):
+    """A relay and a verifier together replace a report by another signed one."""
+    for name in ("v0", "v1", "v2"):
+        account = make_account(name)
+        if key == compute_report_key(world.task_id, 0, account):
+            domain = make_domain(world.chain.chain_id, world.chain.address, world.task_id, Report)
+            return seal(make_key(name), domain, Report(PROTOCOL_VERSION, world.task_id, 0, account, ()))
+    return data
+
+
+@pytest.mark.parametrize("forge", [_flip, _say_something_else])
+def test_a_forged_report_is_not_believed(world, forge):
     async def scenario():
         node = Node(world)
         await _receipted(world, node)
         original = world.blobs.get
 
         async def forged(key):
-            data = await original(key)
-            return data[:-1] + bytes([data[-1] ^ 1])
+            return forge(world, key, await original(key))
 
         world.blobs.get = forged
         await _judge(world, node, Status.UNPAID, int(Reason.REPLAY))
