@@ -341,7 +341,7 @@ def demo(
     seed: int = 0,
     nodes: Annotated[int, typer.Option(min=1, max=8, help="Honest nodes.")] = 3,
     cheats: Annotated[str, typer.Option(help="Comma-separated adversaries, or none.")] = "",
-    minutes: Annotated[float, typer.Option(min=1.0, max=60.0, help="Run time in all.")] = 0.0,
+    minutes: Annotated[float, typer.Option(min=0.0, max=60.0, help="Run time in all; 0 for the default length.")] = 0.0,
     directory: Annotated[Path | None, typer.Option(help="Where processes keep their state.")] = None,
     keep: Annotated[bool, typer.Option(help="Leave that directory in place.")] = False,
     json_: Json = False,

@@ -62,6 +62,7 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
         Fault: when the ledger cannot be reached at start.
     """
     role = Role[name.upper()]
+    _preload(role)
     keys = load(Path(settings.keystore), read_password())
     ledger = await open_ledger(settings, keys)
     events = EventLog(Path(settings.directory), name)
@@ -98,6 +99,16 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
         await ledger.close()
         events("stopped", {"cpu_process": time.process_time()})
         events.close()
+
+
+def _preload(role: Role) -> None:
+    """Import what the role's worker needs before any socket is open: it takes seconds, in which nobody would answer."""
+    if role is Role.NODE:
+        pass
+    elif role is Role.VERIFIER:
+        import verifier.scorer
+    elif role is Role.TRAINER:
+        import verifier.scorer  # noqa: F401
 
 
 def _worker_of_task(context: Context, role: Role) -> Callable[[], Worker | None]:

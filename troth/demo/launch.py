@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from protocol.errors import Fault
 from troth.keystore import Keys, create
@@ -20,6 +23,7 @@ from troth.keystore import Keys, create
 #: scrypt work factor of throw-away keys whose money is worthless.
 WORK_FACTOR = 2**10
 STOP_SECONDS = 8.0
+NURSERY_SECONDS_MAX = 90.0
 #: Every process uses one thread: there are more processes than cores.
 THREADS = {
     "OMP_NUM_THREADS": "1",
@@ -36,6 +40,100 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Process(Protocol):
+    """What the launcher needs of a child, started by itself or forked by the nursery."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+class Forked:
+    """A child of the nursery; like `subprocess.Popen` as far as the launcher goes."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.code: int | None = None
+        self.ended = threading.Event()
+
+    def poll(self) -> int | None:
+        """Exit code, None while it runs."""
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, if it still runs."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        if not self.ended.wait(timeout):
+            raise subprocess.TimeoutExpired("nursery", timeout or 0.0)
+        assert self.code is not None
+        return self.code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The process that forks model roles; see troth.demo.nursery."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "troth.demo.nursery"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        self._children: dict[int, Forked] = {}
+        self._started: queue.Queue[int] = queue.Queue()
+        self._ready = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "ready" in message:
+                self._ready.set()
+            elif "code" in message:
+                child = self._children[message["pid"]]
+                child.code = message["code"]
+                child.ended.set()
+            else:
+                self._children[message["pid"]] = Forked(message["pid"])
+                self._started.put(message["pid"])
+
+    def fork(self, name: str, arguments: list[str], log: Path) -> Forked:
+        """Start a `troth` command in a forked process.
+
+        Raises:
+            Fault: when the nursery does not answer.
+        """
+        assert self._process.stdin is not None
+        if not self._ready.wait(NURSERY_SECONDS_MAX):
+            raise Fault("the nursery did not start: see nursery.txt")
+        self._process.stdin.write(json.dumps({"name": name, "arguments": arguments, "log": str(log)}) + "\n")
+        self._process.stdin.flush()
+        return self._children[self._started.get(timeout=NURSERY_SECONDS_MAX)]
+
+    def close(self) -> None:
+        """End the nursery; its children are not touched."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(NURSERY_SECONDS_MAX)
+
+
 @dataclass
 class Launcher:
     """Starts, asks and stops the processes of one run.
@@ -48,7 +146,8 @@ class Launcher:
     root: Path
     rpc: str = ""
     keys: dict[str, Keys] = field(default_factory=dict)
-    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    running: dict[str, Process] = field(default_factory=dict)
+    nursery: Nursery | None = None
     _password: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def environment(self) -> dict[str, str]:
@@ -82,10 +181,21 @@ bind = "{bind}"
         )
         return path
 
-    def start(self, name: str, *arguments: str) -> None:
-        """Start a long-running `troth` process; its output goes to `log.txt` in its folder."""
+    def open_nursery(self) -> None:
+        """Start the process that model roles are forked from."""
+        self.nursery = Nursery(self.environment(), self.root / "nursery.txt")
+
+    def start(self, name: str, *arguments: str, forked: bool = False) -> None:
+        """Start a long-running `troth` process; its output goes to `log.txt` in its folder.
+
+        Args:
+            forked: from the nursery, for roles that need torch.
+        """
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
+        if forked and self.nursery is not None:
+            self.running[name] = self.nursery.fork(name, list(arguments), folder / "log.txt")
+            return
         with (folder / "log.txt").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, "-m", "troth", *arguments],
@@ -140,3 +250,10 @@ bind = "{bind}"
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def close(self) -> None:
+        """End everything."""
+        self.stop()
+        if self.nursery is not None:
+            self.nursery.close()
+            self.nursery = None

@@ -59,7 +59,7 @@ def run_demo(
         summary, failures = asyncio.run(_run(plan, launcher, started))
         failed = bool(failures)
     finally:
-        launcher.stop()
+        launcher.close()
         if directory is None and not keep and not failed:
             shutil.rmtree(root, ignore_errors=True)
         elif failed or keep:
@@ -75,6 +75,7 @@ def run_demo(
 
 
 async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[dict[str, Any], list[str]]:
+    launcher.open_nursery()
     launcher.make_keys(plan.participants)
     names = {launcher.keys[name].account: name for name in plan.participants}
     with Screen(names) as screen:
@@ -150,18 +151,18 @@ async def _start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, 
     launcher.start("relay", "relay", "run", "--yes", "--config", str(config))
     for i in range(3):
         config = launcher.write_settings(f"verifier{i}", stake, serves=True, seconds=0.25)
-        launcher.start(f"verifier{i}", "verifier", "run", "--yes", "--config", str(config))
+        launcher.start(f"verifier{i}", "verifier", "run", "--yes", "--config", str(config), forked=True)
     for name in plan.nodes:
         top = f"{stake}\nslots = {plans.SLOTS}"
         config = launcher.write_settings(name, top, serves=True, seconds=0.25)
         cheat = ["--cheat", name] if name in plan.cheats else []
-        launcher.start(name, "node", "run", "--yes", *cheat, "--config", str(config))
+        launcher.start(name, "node", "run", "--yes", *cheat, "--config", str(config), forked=True)
     await _wait_base(launcher)
     base = launcher.root / "trainer" / "base"
     total_steps = plan.num_epochs * plans.EPOCH_ROUNDS
     top = f'{stake}\n[trainer]\nbase = "{base}"\ntotal_steps = {total_steps}\n'
     config = launcher.write_settings("trainer", top, serves=True, seconds=0.2)
-    launcher.start("trainer", "trainer", "run", "--yes", "--config", str(config))
+    launcher.start("trainer", "trainer", "run", "--yes", "--config", str(config), forked=True)
     launcher.write_settings("initiator", serves=False, seconds=0.25)
     wanted = {launcher.keys[name].account for name in plan.participants if name != "initiator"}
     deadline = time.monotonic() + START_SECONDS_MAX
@@ -181,7 +182,7 @@ async def _wait_base(launcher: Launcher) -> None:
     process = launcher.running.pop("base")
     while process.poll() is None:
         await asyncio.sleep(0.2)
-    if process.returncode:
+    if process.poll():
         raise Fault(f"the base policy was not made: {(launcher.root / 'base.txt').read_text(errors='replace')[-2000:]}")
 
 
