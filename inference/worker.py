@@ -90,7 +90,8 @@ class NodeWorker:
             return
         self._measure()
         journal = self._open_journal(task)
-        self._prefetch.update(task, self._oldest_version(task))
+        if self._open_rounds(task).start < get_end_round(task):
+            self._prefetch.update(task, self._oldest_version(task))
         await self._join(task)
         await self._delivery.step(task, journal)
         for round_index in self._open_rounds(task):

@@ -2,12 +2,11 @@
 
 `fresh_ledger` yields a ledger with one account of each kind registered and takes everything back afterwards, so tests share
 one deployment. A refused call is tried on the pending block and mines nothing, so deadlines can be probed at +-1 block.
-Neighbours: `contracts.artifacts` (what is deployed), `protocol.ledger.events` (what logs become).
+Neighbours: `contracts.artifacts` (what is deployed), `tests.support.evm_codec` (what logs become).
 """
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -15,19 +14,19 @@ from typing import Any
 
 os.environ.setdefault("ETH_HASH_BACKEND", "pysha3")
 
-from eth_abi.abi import decode, encode
+from eth_abi.abi import encode
 from eth_tester import EthereumTester, PyEVMBackend
 from eth_tester.exceptions import TransactionFailed
 from eth_utils import to_checksum_address
-from eth_utils.abi import collapse_if_tuple, event_abi_to_log_topic, function_abi_to_4byte_selector
 
-from contracts.artifacts import Artifact, load_artifact
+from contracts.artifacts import load_artifact
 from contracts.deploy import compute_create_address
 from protocol.ledger import events
 from protocol.ledger.events import Event, Role
 from protocol.merkle import compute_root
 from protocol.settlement import compute_claim, compute_leaves
 from protocol.task import Terms
+from tests.support.evm_codec import Codec, RevertedError, abi_types, revert_data
 
 _FEES = {"gas": 8_000_000, "max_fee_per_gas": 10**10, "max_priority_fee_per_gas": 1}
 MONEY = 10**12
@@ -79,87 +78,6 @@ DEPOSIT = 3_500
 SPEC = b"a task"
 
 
-class RevertedError(Exception):
-    """A transaction failed; `name` and `values` are the contract's error."""
-
-    def __init__(self, name: str, values: tuple[Any, ...]) -> None:
-        self.name, self.values = name, values
-        super().__init__(f"{name}{values}")
-
-
-def _types(entries: list[dict[str, Any]]) -> list[str]:
-    return [collapse_if_tuple(entry) for entry in entries]
-
-
-def _plain(value: Any, kind: str) -> Any:
-    """Addresses as 20 bytes, lists as tuples. Structs are flat."""
-    if kind == "address":
-        return bytes.fromhex(value[2:])
-    if kind.endswith("[]"):
-        return tuple(_plain(item, kind[:-2]) for item in value)
-    if kind.startswith("("):
-        return tuple(_plain(item, part) for item, part in zip(value, kind[1:-1].split(","), strict=True))
-    return value
-
-
-def _decode(types: list[str], data: bytes) -> tuple[Any, ...]:
-    return tuple(_plain(value, kind) for value, kind in zip(decode(types, data), types, strict=True))
-
-
-class Codec:
-    """Functions, events and errors of all contracts by name, topic and selector."""
-
-    def __init__(self, artifacts: Sequence[Artifact]) -> None:
-        self.functions = {
-            (art.name, entry["name"]): entry for art in artifacts for entry in art.abi if entry["type"] == "function"
-        }
-        entries = [entry for art in artifacts for entry in art.abi]
-        self.events = {event_abi_to_log_topic(e): e for e in entries if e["type"] == "event"}
-        self.errors = {
-            function_abi_to_4byte_selector({**e, "type": "function"}): e for e in entries if e["type"] == "error"
-        }
-
-    def call_data(self, contract: str, function: str, arguments: Sequence[Any]) -> bytes:
-        """Selector and arguments."""
-        entry = self.functions[contract, function]
-        return function_abi_to_4byte_selector(entry) + encode(_types(entry["inputs"]), arguments)
-
-    def result(self, contract: str, function: str, data: bytes) -> Any:
-        """What a function returned; a tuple when it is more than one value."""
-        values = _decode(_types(self.functions[contract, function]["outputs"]), data)
-        return values[0] if len(values) == 1 else values
-
-    def event(self, log: dict[str, Any]) -> Event | None:
-        """The log as a protocol event; None for the token's own events."""
-        entry = self.events[bytes.fromhex(log["topics"][0][2:])]
-        kind = getattr(events, entry["name"], None)
-        if kind is None:
-            return None
-        topics = iter(log["topics"][1:])
-        plain = iter(_decode(_types([i for i in entry["inputs"] if not i["indexed"]]), bytes.fromhex(log["data"][2:])))
-        values = [
-            _decode(_types([i]), bytes.fromhex(next(topics)[2:]))[0] if i["indexed"] else next(plain)
-            for i in entry["inputs"]
-        ]
-        return kind(*values)
-
-    def error(self, data: bytes) -> RevertedError:
-        """The custom error in revert data."""
-        entry = self.errors.get(data[:4])
-        if entry is None:
-            return RevertedError("unknown error", (data.hex(),))
-        return RevertedError(entry["name"], _decode(_types(entry["inputs"]), data[4:]))
-
-
-def _revert_data(error: TransactionFailed) -> bytes:
-    """eth-tester hands revert data over as the text of a bytes literal."""
-    try:
-        data = ast.literal_eval(str(error).removeprefix("execution reverted: "))
-    except (SyntaxError, ValueError):
-        return str(error).encode()
-    return data if isinstance(data, bytes) else b""
-
-
 class EvmLedger:
     """The deployed contracts. Accounts are named by `NAMES`, or given as 20 bytes.
 
@@ -196,8 +114,10 @@ class EvmLedger:
         """Deploy a contract and know it by `name`, as an account too."""
         art = load_artifact(artifact)
         inputs = next((entry["inputs"] for entry in art.abi if entry["type"] == "constructor"), [])
-        code = art.bytecode + encode(_types(inputs), arguments)
-        receipt = self._mine({"from": self._from("deployer"), "data": "0x" + code.hex(), **_FEES})
+        code = art.bytecode + encode(abi_types(inputs), arguments)
+        receipt = self._mine(
+            {"from": to_checksum_address(self.accounts["deployer"]), "data": "0x" + code.hex(), **_FEES}
+        )
         self.contracts[name] = (art.name, bytes.fromhex(receipt["contract_address"][2:]))
         return self.address(name)
 
@@ -236,7 +156,8 @@ class EvmLedger:
             RevertedError: when it fails; then nothing is mined.
         """
         self.call(who, contract, function, *arguments)
-        return self._events(self._mine(self._transaction(who, contract, self.data(contract, function, *arguments))))
+        receipt = self._mine(self._transaction(who, contract, self.data(contract, function, *arguments)))
+        return [event for event in map(self.codec.event, receipt["logs"]) if event is not None]
 
     def call(self, who: str, contract: str, function: str, *arguments: Any) -> Any:
         """Try a call on the pending block; nothing is mined.
@@ -248,7 +169,7 @@ class EvmLedger:
         try:
             output = self.tester.call(transaction, "pending")
         except TransactionFailed as error:
-            raise self.codec.error(_revert_data(error)) from None
+            raise self.codec.error(revert_data(error)) from None
         raw = bytes.fromhex(output[2:]) if isinstance(output, str) else bytes(output)
         return self.codec.result(self.contracts[contract][0], function, raw) if raw else None
 
@@ -333,21 +254,14 @@ class EvmLedger:
         self.vote(task, epoch, earnings, **rest)
         self.finalize(task, epoch)
 
-    def _from(self, who: str) -> str:
-        return to_checksum_address(self.accounts[who])
-
     def _transaction(self, who: str, contract: str, data: bytes) -> dict[str, Any]:
-        to = to_checksum_address(self.contracts[contract][1])
-        return {"from": self._from(who), "to": to, "data": "0x" + data.hex(), **_FEES}
+        sender, to = to_checksum_address(self.accounts[who]), to_checksum_address(self.contracts[contract][1])
+        return {"from": sender, "to": to, "data": "0x" + data.hex(), **_FEES}
 
     def _mine(self, transaction: dict[str, Any]) -> dict[str, Any]:
         receipt: dict[str, Any] = self.tester.get_transaction_receipt(self.tester.send_transaction(transaction))
         assert receipt["status"] == 1, "a transaction failed that the pending block had accepted"
         return receipt
-
-    def _events(self, receipt: dict[str, Any]) -> list[Event]:
-        decoded = (self.codec.event(log) for log in receipt["logs"])
-        return [event for event in decoded if event is not None]
 
 
 def settlement(

@@ -1,7 +1,8 @@
 """The contracts' rules in memory: what a call does to the ledger, and when it is refused.
 
-Money is not moved: stakes, deposits and payouts are numbers in events. Everything else follows the contracts: roles,
-order, deadlines, first root wins, tallies by stake. Neighbours: tests.support.twins gives each account its connection.
+Money is not moved: stakes, deposits and payouts are numbers in events, claims are not proved, stake is not reserved and
+never withdrawn. Everything else follows the contracts: roles, order, deadlines, first root wins, tallies by stake.
+Neighbours: tests.support.twins gives each account its connection.
 """
 
 from __future__ import annotations
@@ -220,6 +221,12 @@ class MemoryChain:
         due = call.cumulative - self._task(call.task).claimed.get(call.account, 0)
         _require(due > 0, f"NothingToClaim({call.account.hex()})")
         return [events.Claimed(call.task, call.account, due, call.cumulative)]
+
+    def _ClaimMany(self, sender: bytes, call: calls.ClaimMany) -> list[events.Event]:
+        claimed = self._task(call.task).claimed
+        pairs = zip(call.accounts, call.cumulatives, strict=True)
+        due = [(account, total) for account, total in pairs if total > claimed.get(account, 0)]
+        return [events.Claimed(call.task, a, total - claimed.get(a, 0), total) for a, total in due]
 
     def _Cancel(self, sender: bytes, call: calls.Cancel) -> list[events.Event]:
         task = self._task(call.task)

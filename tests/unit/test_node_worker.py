@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import pathlib
 
 import pytest
 
 from inference.engine import TorchEngine
 from inference.worker import NodeWorker
 from protocol.checks import get_assignment, open_bundle, validate_groups, validate_quota
-from protocol.codec import PROTOCOL_VERSION
+from protocol.codec import PROTOCOL_VERSION, decode
 from protocol.errors import ConfigError, Fault, Reason, Reject
 from protocol.ledger import calls, events
-from protocol.messages import Finding, Report, compute_bundle_key, compute_report_key, make_domain, seal
+from protocol.messages import (
+    Bundle,
+    Finding,
+    Report,
+    Signed,
+    compute_bundle_key,
+    compute_bundle_root,
+    compute_report_key,
+    make_domain,
+    seal,
+)
 from protocol.rounds import get_committee, get_times
 from protocol.verdict import Row, Status, compute_verdict_commitment, pack_rows
 from tests.support.scenario import Scenario, make_account, make_key, make_model, make_spec
@@ -133,6 +145,44 @@ def test_a_crash_between_disk_and_ledger_is_finished_by_the_next_start(world, mo
         await again.run_until(world.chain.block_number + 3)
         assert world.blobs.blobs[compute_bundle_key(world.task_id, 0, node.ledger.account)] == data
         assert again.texts("round_made") == [] or again.texts("round_made")[0]["round"] != 0
+
+    run(scenario())
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the code under test may catch it."""
+
+
+@pytest.mark.parametrize("boundary", range(1, 7))
+def test_a_crash_at_any_disk_boundary_loses_nothing_and_makes_one_root(world, monkeypatch, boundary):
+    """The journal's first save has three boundaries, each bundle has three: fsync, rename, fsync of the folder."""
+    calls_made = []
+
+    def dying(original):
+        def call(*arguments):
+            calls_made.append(original)
+            if len(calls_made) == boundary:
+                raise Killed
+            return original(*arguments)
+
+        return call
+
+    async def scenario():
+        node = Node(world)
+        with monkeypatch.context() as patch:
+            patch.setattr("inference.journal.os.fsync", dying(os.fsync))
+            patch.setattr(pathlib.Path, "replace", dying(pathlib.Path.replace))
+            with pytest.raises(Killed):
+                await node.run_until(get_times(world.task, 1).start)
+        again = Node(world)
+        await again.run_until(get_times(world.task, 1).start + 4)
+        account = node.ledger.account
+        assert sorted(world.task.commitments) == [0, 1]
+        for index in range(2):
+            data = world.blobs.blobs[compute_bundle_key(world.task_id, index, account)]
+            bundle = decode(Bundle, decode(Signed, data, bytes_max=1 << 20).body, bytes_max=1 << 20)
+            assert compute_bundle_root(bundle) == world.task.commitments[index][account].root
+        assert not any(s.status == "reverted" for s in again.ledger.intents.values())
 
     run(scenario())
 
