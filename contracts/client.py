@@ -83,6 +83,7 @@ class EvmLedger:
         self._undelivered: list[Logged] = []
         self._away_since: float | None = None
         self._failures = 0
+        self._advanced_at = -WAIT_POLL_S
         self._retry_at = 0.0
 
     # -- the port
@@ -126,7 +127,8 @@ class EvmLedger:
 
     async def _advance(self) -> None:
         """One look at the node. New events wait in `_undelivered` for the next `poll`."""
-        if time.monotonic() < self._retry_at:
+        self._advanced_at = time.monotonic()
+        if self._advanced_at < self._retry_at:
             return
         try:
             if not self._checked:
@@ -183,7 +185,8 @@ class EvmLedger:
                 why = self._sender.complaint(intent) if self.reachable else "the node cannot be reached"
                 raise Fault(f"intent {intent} is not final after {timeout_s:g} s: {why}; it stays in the outbox")
             async with self._lock:
-                await self._advance()
+                if time.monotonic() - self._advanced_at > WAIT_POLL_S:  # many waiters look as often as one
+                    await self._advance()
             await asyncio.sleep(WAIT_POLL_S)
 
     async def close(self) -> None:

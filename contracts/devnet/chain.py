@@ -243,7 +243,10 @@ class DevChain:
         return bytes(computation.output)
 
     def estimate_gas(self, request: CallRequest, at: int | str) -> int:
-        """A gas limit with which the call succeeds: the gas it used before refunds, plus what EIP-150 holds back.
+        """A gas limit with which the call succeeds: an eighth over what it uses before refunds.
+
+        Each level of calls holds back 1/64 of the gas (EIP-150), which seven levels make 12 %; looking for the exact
+        limit would execute everything several times, and execution is what a devnet spends its time on.
 
         Raises:
             RpcError: as `call`.
@@ -252,10 +255,7 @@ class DevChain:
         computation = self._execute(request, at, limit)
         _raise_if_error(computation)
         used: int = limit - computation.get_gas_remaining()
-        low, guess = used, min(limit, used * 64 // 63 + 2_300)
-        while guess < limit and self._execute(request, at, guess).is_error:
-            low, guess = guess, min(limit, guess + (guess - low) * 2 + 10_000)
-        return guess
+        return min(limit, used * 9 // 8 + 2_300)
 
 
 def _raise_if_error(computation: Any) -> None:
