@@ -33,6 +33,10 @@ REPLACE_PERCENT = 125
 #: Gas limit over the estimate, in percent: state may change before inclusion.
 GAS_PERCENT = 130
 
+#: Gas over that, for the calls whose last caller does more than the others (the vote that completes a quorum stores the
+#: result). A gas limit costs nothing until it is used.
+GAS_ROOM = 300_000
+
 #: Most intents in one batch to the node.
 BATCH_INTENTS_MAX = 32
 
@@ -187,7 +191,7 @@ class Sender:
             self._tell(item.intent, f"fees are {fees.base + fees.tip} wei per gas, limit {self._fee_cap_max}: waiting")
             return
         fee_cap = min(2 * fees.base + fees.tip, self._fee_cap_max)
-        self._sign(item, self._outbox.next_nonce(chain_nonce), gas * GAS_PERCENT // 100, fee_cap, fees.tip)
+        self._sign(item, self._outbox.next_nonce(chain_nonce), gas * GAS_PERCENT // 100 + GAS_ROOM, fee_cap, fees.tip)
 
     def _refused(self, item: Intent, error: RpcError) -> None:
         """A simulation failed. Only a contract's revert is an answer, and only on a state that earlier intents have made.

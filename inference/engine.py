@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from inference.policy import load_model
+from models.policy import load_model
 from protocol.errors import ConfigError, Fault
 from protocol.ports import Generation, SampleRequest
 from protocol.sampling import choose, scores
@@ -52,7 +52,7 @@ class TorchEngine:
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ConfigError(f"dtype is {dtype!r}, expected a torch floating-point type like float32 or bfloat16")
-        self._device, self._dtype, self._threads = device, found, threads
+        self._device, self._dtype, self._threads = device, dtype, threads
         self._vocab_size = vocab_size
         self._batch_tokens_max = batch_tokens_max
         self._model: Any = None

@@ -106,25 +106,38 @@ def _modulus(indices: NDArray[np.int64]) -> int:
     raise Fault("no modulus keeps the top indices distinct: use a smaller top-k or chunk")
 
 
+def _reduce(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """values mod PRIME, in place. NumPy divides uint32 by a scalar with SIMD, which its remainder does not."""
+    values -= values // np.uint32(PRIME) * np.uint32(PRIME)
+    return values
+
+
 def _interpolate(x: NDArray[np.int64], y: NDArray[np.int64]) -> NDArray[np.int64]:
     """Coefficients, constant first, of the polynomials through (x, y); all arrays int64 [batch, k].
 
-    Newton's divided differences, then Horner from the last node down, both vectorised over the batch.
+    Newton's divided differences, then Horner from the last node down, both vectorised over the batch. Inside, arrays are
+    uint32 [k, batch]: PRIME squared is below 2^32, so no product overflows, and rows are contiguous.
     """
-    inverse, k = _inverses(), x.shape[1]
-    newton = y % PRIME
+    inverse, k, prime = _inverses().astype(np.uint32), x.shape[1], np.uint32(PRIME)
+    nodes = np.ascontiguousarray((x % PRIME).T, dtype=np.uint32)
+    newton = np.ascontiguousarray((y % PRIME).T, dtype=np.uint32)
     for j in range(1, k):
-        step = (x[:, j:] - x[:, : k - j]) % PRIME
-        newton[:, j:] = (newton[:, j:] - newton[:, j - 1 : -1]) * inverse[step] % PRIME
+        step = nodes[j:] + prime - nodes[: k - j]
+        step -= prime * (step >= prime)
+        rise = newton[j:] + prime - newton[j - 1 : -1]
+        rise -= prime * (rise >= prime)
+        newton[j:] = _reduce(rise * inverse[step])
     coefficients = np.zeros_like(newton)
-    coefficients[:, 0] = newton[:, k - 1]
+    coefficients[0] = newton[k - 1]
     for degree, i in enumerate(range(k - 2, -1, -1), start=1):
-        shifted = coefficients[:, :degree].copy()
-        coefficients[:, : degree + 1] = -coefficients[:, : degree + 1] * x[:, i : i + 1]
-        coefficients[:, 1 : degree + 1] += shifted
-        coefficients[:, 0] += newton[:, i]
-        coefficients[:, : degree + 1] %= PRIME
-    return coefficients
+        active = coefficients[: degree + 1]
+        shifted = active[:-1].copy()
+        active *= prime - nodes[i]
+        _reduce(active)
+        active[1:] += shifted
+        active[0] += newton[i]
+        active -= prime * (active >= prime)
+    return coefficients.T.astype(np.int64)
 
 
 def _evaluate(coefficients: NDArray[np.int64], x: NDArray[np.int64]) -> NDArray[np.int64]:

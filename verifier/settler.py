@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from protocol.codec import tagged_hash
-from protocol.ledger.calls import Challenge, Finalize, VoteChallenge, VoteSettlement
+from protocol.ledger.calls import Call, Challenge, Finalize, VoteChallenge, VoteSettlement
 from protocol.ledger.events import Role
 from protocol.ledger.state import LedgerState, Settlement, Task
 from protocol.ports import Ledger
@@ -18,6 +18,8 @@ from protocol.settlement import SettlementResult, compute_settlement, get_epoch_
 
 #: Blocks between two verifiers' turns to finalise.
 TURN_BLOCKS = 2
+#: Times a refused call is tried again while the ledger still says it is due.
+ATTEMPTS_MAX = 5
 
 
 def get_turn(state: LedgerState, account: bytes, task: bytes, epoch: int) -> int:
@@ -59,13 +61,13 @@ class Settler:
             return
         if not pending.challenged and not is_same(pending, own) and state.block_number < pending.challenge_end:
             self._events("challenge", {"epoch": epoch, "root": pending.root, "own": own.root})
-            await self._ledger.submit(f"challenge/{name}", Challenge(task.task, epoch))
+            await self._send(f"challenge/{name}", Challenge(task.task, epoch))
         if pending.challenged and state.block_number < pending.vote_end:
             uphold = is_same(pending, own)
-            await self._ledger.submit(f"challenge-vote/{name}", VoteChallenge(task.task, epoch, uphold))
+            await self._send(f"challenge-vote/{name}", VoteChallenge(task.task, epoch, uphold))
         end = max(pending.challenge_end, pending.vote_end)
         if state.block_number > end + get_turn(state, self._ledger.account, task.task, epoch) * TURN_BLOCKS:
-            await self._ledger.submit(f"finalize/{name}", Finalize(task.task, epoch))
+            await self._send(f"finalize/{name}", Finalize(task.task, epoch))
 
     def _compute(self, task: Task, epoch: int) -> SettlementResult:
         key = (task.task, epoch)
@@ -76,8 +78,18 @@ class Settler:
     async def _vote(self, task: Task, own: SettlementResult, name: str) -> None:
         if self._ledger.account in task.votes.get(own.epoch, {}):
             return
-        self._events("settlement", {"epoch": own.epoch, "root": own.root, "paid_total": own.paid_total})
-        await self._ledger.submit(
-            f"settle/{name}",
-            VoteSettlement(task.task, own.epoch, own.root, own.paid_total, own.burned_total, own.slashed),
-        )
+        vote = VoteSettlement(task.task, own.epoch, own.root, own.paid_total, own.burned_total, own.slashed)
+        if await self._send(f"settle/{name}", vote):
+            self._events("settlement", {"epoch": own.epoch, "root": own.root.hex(), "paid_total": own.paid_total})
+
+    async def _send(self, name: str, call: Call) -> bool:
+        """Submit a call unless it is under way; one that was refused although it is still due is tried again, a bounded
+        number of times. Returns whether something was submitted."""
+        for attempt in range(ATTEMPTS_MAX):
+            status = self._ledger.outcome(f"{name}/{attempt}").status
+            if status == "unknown":
+                await self._ledger.submit(f"{name}/{attempt}", call)
+                return True
+            if status != "reverted":
+                return False
+        return False
