@@ -9,6 +9,7 @@ import {IStakeRegistry} from "./IStakeRegistry.sol";
 import {ITaskBook} from "./ITaskBook.sol";
 import {Roles} from "./Roles.sol";
 import {TaskEscrow} from "./TaskEscrow.sol";
+import {TaskStore} from "./TaskStore.sol";
 import {RoundTimes, Terms, TermsLib} from "./Terms.sol";
 import {
     BeaconMissing, StakeTooLow, TooEarly, TooLate, TooLong, Unauthorized, WrongRole, ZeroValue
@@ -54,7 +55,7 @@ contract TaskBook is TaskEscrow {
 
     /// @dev Deployed last: it refuses contracts that do not name each other and itself.
     constructor(IERC20 token_, IStakeRegistry registry_, IBeacons beacons_, ICourt court_)
-        TaskEscrow(token_, registry_, court_)
+        TaskStore(token_, registry_, court_)
     {
         if (address(beacons_) == address(0)) revert ZeroValue();
         beacons = beacons_;

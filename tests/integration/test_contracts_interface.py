@@ -17,10 +17,9 @@ from protocol.errors import ConfigError
 from protocol.ledger import calls, events
 from protocol.merkle import keccak
 from protocol.task import Terms
-from tests.support.evm_ledger import SPEC, EvmLedger, RevertedError, fresh_ledger
+from tests.support.evm_ledger import SPEC, EvmLedger, fresh_ledger
 
 CODE_BYTES_MAX = 24_576
-#: Names that differ for a reason: the adapter derives the terms; Python keywords have no effect on these.
 CALLS = [kind for kind in vars(calls).values() if isinstance(kind, type) and issubclass(kind, calls.Call)]
 EVENTS = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, events.Event)]
 #: Which Solidity types a Python annotation may stand for.
@@ -131,7 +130,3 @@ def test_contracts_refuse_ether_and_unknown_calls(ledger: EvmLedger, contract: s
     artifact = load_artifact(ledger.contracts[contract][0])
     assert not any(entry.get("stateMutability") == "payable" for entry in artifact.abi)
     assert not any(entry["type"] in ("fallback", "receive") for entry in artifact.abi)
-
-
-def test_contracts_reverted_error_shows_its_values() -> None:
-    assert str(RevertedError("TooLate", (7, 5))) == "TooLate(7, 5)"

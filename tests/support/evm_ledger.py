@@ -293,8 +293,7 @@ def _shared_ledger() -> EvmLedger:
 def fresh_ledger() -> Iterator[EvmLedger]:
     """Yield the shared ledger with `ROLES` registered, and undo afterwards what a test did."""
     ledger = _shared_ledger()
-    snapshot = ledger.tester.take_snapshot()
-    known = dict(ledger.contracts)
+    snapshot, known = ledger.tester.take_snapshot(), dict(ledger.contracts)
     yield ledger
     ledger.tester.enable_auto_mine_transactions()
     ledger.tester.revert_to_snapshot(snapshot)
