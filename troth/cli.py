@@ -169,6 +169,23 @@ def policy_init(
     emit(shown) if json_ else print("\n".join(f"{name}: {value}" for name, value in shown.items()))
 
 
+@policy_app.command("evaluate")
+def policy_evaluate(
+    folders: list[Path],
+    entry: str = "sort",
+    args: str = '{"digits":4}',
+    max_tokens: int = 6,
+    stop_token: int = 1,
+    samples: int = 2,
+    json_: Json = False,
+) -> None:
+    """Mean reward of policy folders on held-out prompts, which no round ever assigns; the same noise for each."""
+    from troth.commands import policy_evaluate as work
+
+    rows = work(folders, entry, args, max_tokens=max_tokens, stop_token=stop_token, samples=samples)
+    emit(rows) if json_ else table(rows, ["folder", "reward", "error", "prompts", "samples"])
+
+
 @policy_app.command("describe")
 def policy_describe(folder: Path, config: Config = None, json_: Json = False) -> None:
     """Content hash and base manifest of a policy folder, signed with the trainer's key: what task.toml names."""

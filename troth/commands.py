@@ -79,6 +79,41 @@ def policy_init(folder: Path, entry: str, args: str, seed: int) -> dict[str, Any
     return make_base_policy(folder, environment, seed=seed)
 
 
+def policy_evaluate(
+    folders: list[Path], entry: str, args: str, *, max_tokens: int, stop_token: int, samples: int
+) -> list[dict[str, Any]]:
+    """Mean reward and its standard error of each folder on the environment's held-out prompts."""
+    import environments
+    from protocol.task import Environment
+    from trainer.evaluate import evaluate_policy
+
+    environment = environments.load(Environment(entry, args, environments.content_hash(entry, args)))
+    if not hasattr(environment, "held_out"):
+        raise ConfigError(f"environment {entry} keeps no prompts back: nothing to evaluate on")
+    held_out = environment.held_out()
+    rows = []
+    for folder in folders:
+        found = evaluate_policy(
+            folder,
+            held_out,
+            range(held_out.num_prompts),
+            num_samples=samples,
+            temperature=1.0,
+            max_tokens=max_tokens,
+            stop_tokens=[stop_token],
+        )
+        rows.append(
+            {
+                "folder": str(folder),
+                "reward": found.reward_mean,
+                "error": found.reward_error,
+                "prompts": found.num_prompts,
+                "samples": found.num_samples,
+            }
+        )
+    return rows
+
+
 async def policy_describe(settings: RoleSettings, folder: Path) -> dict[str, str]:
     """Content hash and signed base manifest hash of a policy folder, with the trainer's key."""
     from troth.network import build_base_manifest

@@ -98,6 +98,7 @@ class Nursery:
         self._children: dict[int, Forked] = {}
         self._started: queue.Queue[int] = queue.Queue()
         self._ready = threading.Event()
+        self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -114,8 +115,8 @@ class Nursery:
                 self._children[message["pid"]] = Forked(message["pid"])
                 self._started.put(message["pid"])
 
-    def fork(self, name: str, arguments: list[str], log: Path) -> Forked:
-        """Start a `troth` command in a forked process.
+    def fork(self, name: str, arguments: list[str], out: Path, log: Path) -> Forked:
+        """Start a `troth` command in a forked process, with stdout in `out` and stderr in `log`. Thread-safe.
 
         Raises:
             Fault: when the nursery does not answer.
@@ -123,9 +124,11 @@ class Nursery:
         assert self._process.stdin is not None
         if not self._ready.wait(NURSERY_SECONDS_MAX):
             raise Fault("the nursery did not start: see nursery.txt")
-        self._process.stdin.write(json.dumps({"name": name, "arguments": arguments, "log": str(log)}) + "\n")
-        self._process.stdin.flush()
-        return self._children[self._started.get(timeout=NURSERY_SECONDS_MAX)]
+        request = {"name": name, "arguments": arguments, "out": str(out), "log": str(log)}
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return self._children[self._started.get(timeout=NURSERY_SECONDS_MAX)]
 
     def close(self) -> None:
         """End the nursery; its children are not touched."""
@@ -194,7 +197,7 @@ bind = "{bind}"
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         if forked and self.nursery is not None:
-            self.running[name] = self.nursery.fork(name, list(arguments), folder / "log.txt")
+            self.running[name] = self.nursery.fork(name, list(arguments), folder / "log.txt", folder / "log.txt")
             return
         with (folder / "log.txt").open("ab") as log:
             self.running[name] = subprocess.Popen(
@@ -207,18 +210,25 @@ bind = "{bind}"
             )
 
     def ask(self, *arguments: str, timeout_s: float = 120.0) -> Any:
-        """Run a `troth ... --json` command to its end and return what it printed."""
-        done = subprocess.run(
-            [sys.executable, "-m", "troth", *arguments],
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        if done.returncode:
-            raise Fault(f"`troth {' '.join(arguments)}` failed: {done.stderr.decode(errors='replace')[-2000:]}")
-        return json.loads(done.stdout)
+        """Run a `troth ... --json` command to its end and return what it printed. Thread-safe.
+
+        Raises:
+            Fault: when it fails, with what it said.
+        """
+        assert self.nursery is not None
+        folder = self.root / "commands"
+        folder.mkdir(exist_ok=True)
+        name = f"{'-'.join(arguments[:2])}-{secrets.token_hex(4)}"
+        out, log = folder / f"{name}.json", folder / f"{name}.txt"
+        child = self.nursery.fork(name, list(arguments), out, log)
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise Fault(f"`troth {' '.join(arguments)}` is not done after {timeout_s:.0f} s") from None
+        if code:
+            raise Fault(f"`troth {' '.join(arguments)}` failed: {log.read_text(errors='replace')[-2000:]}")
+        return json.loads(out.read_text())
 
     def find_dead(self) -> list[str]:
         """Processes that ended by themselves, which none should."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -109,13 +108,6 @@ async def _start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
         "devnet", "devnet", "--port", str(port), "--block-seconds", str(plans.BLOCK_SECONDS), "--seed",
         str(plan.seed), "--directory", str(launcher.root / "devnet"),
     )  # fmt: skip
-    base = launcher.root / "trainer" / "base"
-    launcher.running["base"] = subprocess.Popen(
-        [sys.executable, "-m", "troth", "policy", "init", str(base), "--seed", str(plan.seed)],
-        env=launcher.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=(launcher.root / "base.txt").open("wb"),
-    )
     deadline = time.monotonic() + START_SECONDS_MAX
     settings = LedgerSettings(rpc=launcher.rpc)
     while True:
@@ -157,8 +149,8 @@ async def _start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, 
         config = launcher.write_settings(name, top, serves=True, seconds=0.25)
         cheat = ["--cheat", name] if name in plan.cheats else []
         launcher.start(name, "node", "run", "--yes", *cheat, "--config", str(config), forked=True)
-    await _wait_base(launcher)
     base = launcher.root / "trainer" / "base"
+    await asyncio.to_thread(launcher.ask, "policy", "init", str(base), "--seed", str(plan.seed), "--json")
     total_steps = plan.num_epochs * plans.EPOCH_ROUNDS
     top = f'{stake}\n[trainer]\nbase = "{base}"\ntotal_steps = {total_steps}\n'
     config = launcher.write_settings("trainer", top, serves=True, seconds=0.2)
@@ -176,14 +168,6 @@ async def _start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, 
         await ledger.poll()
         await asyncio.sleep(POLL_SECONDS)
     screen.say(f"{len(wanted)} participants are registered and staked")
-
-
-async def _wait_base(launcher: Launcher) -> None:
-    process = launcher.running.pop("base")
-    while process.poll() is None:
-        await asyncio.sleep(0.2)
-    if process.poll():
-        raise Fault(f"the base policy was not made: {(launcher.root / 'base.txt').read_text(errors='replace')[-2000:]}")
 
 
 async def _check_alive(launcher: Launcher) -> None:
@@ -290,22 +274,10 @@ def _close(launcher: Launcher, task: bytes) -> None:
 
 def _evaluate(launcher: Launcher, folders: list[Path], task: Task) -> check.Evaluation:
     """Sample both policies on held-out prompts, in a process of its own (it needs torch, this one does not)."""
-    environment = task.spec.environment
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "troth.demo.evaluate",
-            environment.entry,
-            environment.args,
-            str(task.spec.sampling.max_tokens),
-            *map(str, folders),
-        ],
-        env=launcher.environment(),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    if done.returncode:
-        raise Fault(f"the evaluation failed: {done.stderr.decode(errors='replace')[-2000:]}")
-    return check.Evaluation(**json.loads(done.stdout))
+    spec = task.spec
+    shown = launcher.ask(
+        "policy", "evaluate", *map(str, folders), "--entry", spec.environment.entry, "--args", spec.environment.args,
+        "--max-tokens", str(spec.sampling.max_tokens), "--stop-token", str(spec.sampling.stop_tokens[0]), "--json",
+    )  # fmt: skip
+    rewards = [row["reward"] for row in shown]
+    return check.Evaluation(rewards[0], rewards[1], shown[0]["prompts"])

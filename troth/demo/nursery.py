@@ -1,7 +1,7 @@
 """Starting many model processes on few cores: import torch and transformers once, then fork a process per role.
 
-`python -m troth.demo.nursery` reads one JSON object a line on stdin: {"name", "arguments", "log"}. Each becomes a forked child
-in a session of its own, with its own log, that runs the ordinary `troth` command and from then on shares nothing with the
+`python -m troth.demo.nursery` reads one JSON object a line on stdin: {"name", "arguments", "out", "log"}. Each becomes a forked child
+in a session of its own, with stdout and stderr in files of its own, that runs the ordinary `troth` command and from then on shares nothing with the
 others but read-only pages. It answers {"name", "pid"}, and {"name", "pid", "code"} when a child ends. End of input ends it,
 not its children. Without this a dozen processes would each spend seconds of CPU on the same imports.
 """
@@ -49,18 +49,16 @@ def warm_up() -> None:
         scorer.score(requests, [one.tokens for one in made], temperature=1.0)
 
 
-def _become(arguments: list[str], log: str) -> None:
+def _become(arguments: list[str], out: str, log: str) -> None:
     """In the child: take up the role. Never returns."""
     code = 1
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, path in ((1, out), (2, log)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
         sys.argv = ["troth", *arguments]
         from troth.cli import main
 
@@ -73,6 +71,9 @@ def _become(arguments: list[str], log: str) -> None:
 
         traceback.print_exc()
     finally:
+        # os._exit flushes nothing, and the buffers must not be shared with the nursery.
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
@@ -103,7 +104,7 @@ def main() -> None:
                 request = json.loads(line)
                 pid = os.fork()
                 if not pid:
-                    _become(request["arguments"], request["log"])
+                    _become(request["arguments"], request["out"], request["log"])
                 names[pid] = request["name"]
                 _say({"name": request["name"], "pid": pid})
             else:
