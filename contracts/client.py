@@ -113,6 +113,11 @@ class EvmLedger:
         """Whether the last attempt reached the node."""
         return self._away_since is None
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something was submitted since the last poll: polling again now sends it without waiting."""
+        return self._unsent
+
     async def poll(self) -> list[Logged]:
         """Advance the replica to the head minus the finality depth and push the outbox; returns new events in order.
 
@@ -155,6 +160,7 @@ class EvmLedger:
         if self._outbox.get(intent) is not None:
             return
         contract, calldata = self._abi.encode_call(call)
+        self._unsent = True
         self._outbox.submit(intent, getattr(self.deployment, contract), calldata, self._spend(call))
 
     def outcome(self, intent: str) -> IntentStatus:

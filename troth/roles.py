@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import sys
@@ -101,14 +102,18 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
         events.close()
 
 
+#: What a role's worker needs of the heavy packages.
+_HEAVY = {
+    Role.NODE: ("inference.engine",),
+    Role.VERIFIER: ("verifier.scorer",),
+    Role.TRAINER: ("trainer.worker", "verifier.scorer"),
+}
+
+
 def _preload(role: Role) -> None:
     """Import what the role's worker needs before any socket is open: it takes seconds, in which nobody would answer."""
-    if role is Role.NODE:
-        pass
-    elif role is Role.VERIFIER:
-        import verifier.scorer
-    elif role is Role.TRAINER:
-        import verifier.scorer  # noqa: F401
+    for module in _HEAVY.get(role, ()):
+        importlib.import_module(module)
 
 
 def _worker_of_task(context: Context, role: Role) -> Callable[[], Worker | None]:
@@ -131,13 +136,13 @@ def _worker_of_task(context: Context, role: Role) -> Callable[[], Worker | None]
 async def _drive(context: Context, stop: asyncio.Event, get_worker: Callable[[], Worker | None]) -> None:
     """The loop of every role."""
     beacons = BeaconDuty(context.ledger)
-    idle = context.settings.ledger.poll_seconds
+    pause_s = context.settings.ledger.poll_seconds
     worker: Worker | None = None
     try:
         while not stop.is_set():
             worker = await _turn(context, beacons, get_worker)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), idle)
+                await asyncio.wait_for(stop.wait(), pause_s)
     finally:
         if worker is not None:
             await worker.close()
@@ -151,7 +156,8 @@ async def _turn(context: Context, beacons: BeaconDuty, get_worker: Callable[[], 
     if worker is not None:
         await _guarded(context, "step", worker.step)
     # What the step submitted goes out now rather than a poll later.
-    await _guarded(context, "ledger", context.ledger.poll)
+    if context.ledger.unsent:
+        await _guarded(context, "ledger", context.ledger.poll)
     return worker
 
 

@@ -79,12 +79,12 @@ async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[di
     names = {launcher.keys[name].account: name for name in plan.participants}
     with Screen(names) as screen:
         screen.say(f"starting {len(plan.participants)} participants, each a process with its own key")
-        ledger = await _start_chain(plan, launcher)
+        ledger = await start_chain(plan, launcher)
         reader = Reader(ledger, launcher.root / "observer")
         await reader.start()
         try:
-            await _start_roles(plan, launcher, ledger, screen)
-            task = await _publish(plan, launcher, ledger, screen)
+            await start_roles(plan, launcher, ledger, screen)
+            task = await publish(plan, launcher, ledger, screen)
             await _watch(launcher, ledger, reader, task, screen)
             evaluation = await _finish(plan, launcher, ledger, reader, task, screen)
             await ledger.poll()
@@ -100,7 +100,7 @@ async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[di
             await ledger.close()
 
 
-async def _start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
+async def start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
     """Start the devnet, wait for its contracts, give everybody ether and tokens; returns an observer's ledger."""
     port = free_port()
     launcher.rpc = f"http://127.0.0.1:{port}"
@@ -136,7 +136,7 @@ async def _start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
     return ledger
 
 
-async def _start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> None:
+async def start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> None:
     """Start every role and wait until all are registered on the ledger."""
     stake = f"stake = {plans.STAKE}"
     config = launcher.write_settings("relay", stake, serves=True, seconds=0.2)
@@ -176,7 +176,7 @@ async def _check_alive(launcher: Launcher) -> None:
         raise Fault(f"process {dead[0]} ended by itself: {launcher.read_log(dead[0])}")
 
 
-async def _publish(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> bytes:
+async def publish(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> bytes:
     """The initiator publishes the task; returns its id once our replica has it."""
     root = launcher.root
     config = str(root / "trainer" / "troth.toml")

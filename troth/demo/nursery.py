@@ -1,9 +1,10 @@
 """Starting many model processes on few cores: import torch and transformers once, then fork a process per role.
 
-`python -m troth.demo.nursery` reads one JSON object a line on stdin: {"name", "arguments", "out", "log"}. Each becomes a forked child
-in a session of its own, with stdout and stderr in files of its own, that runs the ordinary `troth` command and from then on shares nothing with the
-others but read-only pages. It answers {"name", "pid"}, and {"name", "pid", "code"} when a child ends. End of input ends it,
-not its children. Without this a dozen processes would each spend seconds of CPU on the same imports.
+`python -m troth.demo.nursery` reads one JSON object a line on stdin: {"name", "arguments", "out", "log"}. Each becomes a
+forked child in a session of its own, with stdout and stderr in files of its own, that runs the ordinary `troth` command and
+from then on shares nothing with the others but read-only pages. It answers {"name", "pid"}, and {"name", "pid", "code"} when
+a child ends. End of input ends it, not its children. Without this a dozen processes would each spend seconds of CPU on the
+same imports.
 """
 
 from __future__ import annotations
