@@ -23,7 +23,7 @@ class TrainerConfig:
         beta1 / beta2 / weight_decay: AdamW.
         grad_norm_max: gradients are scaled down to this norm.
         epochs: passes over a batch.
-        minibatches: optimiser steps per pass, each over every `minibatches`-th group.
+        minibatch_groups: about so many groups per optimiser step; 0 means the whole batch.
         clip_low / clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         ratio_max: upper bound on the ratio where the advantage is negative (the second side of the clip).
         kl / entropy: coefficients of the KL penalty towards policy version 0 and of the entropy bonus.
@@ -34,7 +34,7 @@ class TrainerConfig:
         seed: of dropout, for models that have it.
     """
 
-    learning_rate: float = 6e-4
+    learning_rate: float = 2e-4
     learning_rate_end: float = 0.1
     warmup_steps: int = 10
     total_steps: int = 60
@@ -43,7 +43,7 @@ class TrainerConfig:
     weight_decay: float = 0.0
     grad_norm_max: float = 1.0
     epochs: int = 2
-    minibatches: int = 1
+    minibatch_groups: int = 4
     clip_low: float = 0.2
     clip_high: float = 0.2
     ratio_max: float = 4.0
@@ -67,7 +67,7 @@ class TrainerConfig:
             "weight_decay": (0, 1),
             "grad_norm_max": (1e-6, 1e6),
             "epochs": (1, 16),
-            "minibatches": (1, 64),
+            "minibatch_groups": (0, 10**6),
             "clip_low": (0, 1),
             "clip_high": (0, 10),
             "ratio_max": (1 + self.clip_high, 1e6),

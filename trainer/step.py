@@ -163,7 +163,7 @@ class Learner:
             raise Fault(f"none of {len(groups)} groups has rewards that differ: there is nothing to learn from them")
         used = [group for group, kept in zip(groups, varies, strict=True) if kept]
         minibatches = [
-            self._pack(*part) for part in _split(used, compute_advantages(rewards[varies]), config.minibatches)
+            self._pack(*part) for part in _split(used, compute_advantages(rewards[varies]), config.minibatch_groups)
         ]
         rate = config.compute_learning_rate(version)
         for settings in self._optimizer.param_groups:
@@ -229,10 +229,10 @@ class Learner:
 
 
 def _split(
-    groups: Sequence[TrainingGroup], advantages: NDArray[np.float32], minibatches: int
+    groups: Sequence[TrainingGroup], advantages: NDArray[np.float32], size: int
 ) -> list[tuple[Sequence[TrainingGroup], NDArray[np.float32]]]:
-    """Deal groups out to at most `minibatches` parts, so that each has groups of every node and age."""
-    count = min(minibatches, len(groups))
+    """Deal groups out to parts of at most `size`, so that each has groups of every node and age."""
+    count = -(-len(groups) // size) if size else 1
     return [(groups[part::count], advantages[part::count]) for part in range(count)]
 
 

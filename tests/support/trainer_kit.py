@@ -1,7 +1,7 @@
 """A whole task around a trainer, in one process and without sockets: real nodes, real scorer, blocks mined by hand.
 
     network = TrainerNetwork(tmp_path, base, nodes=("a", "b"))
-    await network.run(60)                 # 60 blocks; every participant steps once per block
+    await network.run(60)                 # 60 blocks; every participant acts once per block
     network.steps                         # the trainer's "step" events
 
 A relay receipts every bundle that is stored; two relays attest every policy; a committee finds every receipted submission
@@ -11,6 +11,7 @@ good, except as `statuses` says. Neighbours: tests.support.scenario, tests.suppo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from protocol.rounds import get_committee, get_end_round, get_times
 from protocol.task import Environment as EnvironmentSpec
 from protocol.verdict import Row, Status, pack_rows
 from tests.support.scenario import Scenario, make_account, make_key, make_spec
+from tests.support.twins import MemoryBlobs
 from trainer.config import TrainerConfig
 from trainer.worker import TrainerWorker
 from verifier.scorer import TorchScorer
@@ -59,6 +61,8 @@ class TrainerNetwork:
         nodes: workers by name; tests may stop one by removing it.
         statuses: (round, node name) -> status in the verdicts, GOOD when absent.
         trainer: the trainer's worker; `restart` makes a new one over the same directory and outbox.
+        attests: whether relays attest policies, without which no round uses them.
+        trainer_blobs: the relays as the trainer sees them: same content, outages of their own.
         seen: the trainer's events, over restarts.
     """
 
@@ -83,6 +87,9 @@ class TrainerNetwork:
         self.nodes: dict[str, Any] = {}
         self.trainer_ledger = self.world.register("trainer", events.Role.TRAINER)
         self.trainer: TrainerWorker | None = None
+        self.attests = True
+        self.trainer_blobs = MemoryBlobs()
+        self.trainer_blobs.blobs = self.world.blobs.blobs
         self._judged = 0
 
     @property
@@ -102,7 +109,7 @@ class TrainerNetwork:
         await self.trainer_ledger.poll()
         self.trainer = TrainerWorker(
             ledger=self.trainer_ledger,
-            blobs=self.world.blobs,
+            blobs=self.trainer_blobs,
             policies=self.world.policies,
             environment=self.world.environment,
             make_scorer=make_scorer,
@@ -114,29 +121,39 @@ class TrainerNetwork:
         )
         return self.trainer
 
-    async def run(self, blocks: int, *, until_version: int = 10**9) -> None:
-        """Mine blocks until so many are mined or the ledger has a policy version."""
-        if self.trainer is None:
-            await self.restart()
-        if not self.nodes:
-            for name, ledger in self.ledgers.items():
-                await ledger.poll()
-                self.nodes[name] = self._make_node(name)
-        for _ in range(blocks):
-            if len(self.world.task.policies) > until_version:
-                return
-            await self.block()
+    async def start(self) -> None:
+        """Make all workers."""
+        for name, ledger in self.ledgers.items():
+            await ledger.poll()
+            self.nodes[name] = self._make_node(name)
+        await self.restart()
 
-    async def block(self) -> None:
-        """One block: everybody polls and steps, then it is mined."""
+    async def run(self, blocks: int, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Mine so many blocks, or fewer when something has happened."""
+        if self.trainer is None:
+            await self.start()
+        for _ in range(blocks):
+            if until():
+                return
+            await self.act()
+            await self.step_trainer()
+            self.world.chain.advance()
+
+    def has_version(self, version: int) -> Callable[[], bool]:
+        """Whether the ledger has a policy version."""
+        return lambda: len(self.world.task.policies) > version
+
+    async def act(self) -> None:
+        """Everybody but the trainer does what is due in this block."""
         for name, node in self.nodes.items():
             await self.ledgers[name].poll()
             await node.step()
+            # Its uploads run in the background.
+            await asyncio.sleep(0)
         self._relay()
-        self._attest()
+        if self.attests:
+            self._attest()
         self._judge()
-        await self.step_trainer()
-        self.world.chain.advance()
 
     async def step_trainer(self) -> None:
         """The trainer alone: its downloads come, then it steps."""
