@@ -230,6 +230,20 @@ class Court:
         requests = [SampleRequest(prompt, 0) for prompt in prompts]
         return [one.hidden for one in self.scorer.score(requests, completions, temperature=1.0)]
 
+    def logprobs(self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """Log-probabilities at the task's temperature by an engine's logits: independent of any prefill in batches."""
+        engine, found = self.engine(self.policy), []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            one = []
+            for position, token in enumerate(completion):
+                inputs = torch.tensor([[*prompt, *completion[:position]]])
+                with torch.inference_mode():
+                    logits, _ = engine.forward(inputs, None, torch.arange(inputs.shape[1])[None], DynamicCache())
+                scaled = logits[0].astype(np.float64) / (self.spec.sampling.temperature_milli / 1000)
+                one.append(float(scaled[token] - np.logaddexp.reduce(scaled)))
+            found.append(one)
+        return found
+
     def commit_to(self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> list[Any]:
         """Commitments to any completions that match the round's policy perfectly."""
         profile = self.spec.profile
