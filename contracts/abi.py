@@ -58,6 +58,7 @@ FUNCTIONS: dict[type[calls.Call], tuple[str, str]] = {
     calls.VoteSettlement: ("court", "voteSettlement"),
     calls.Challenge: ("court", "challenge"),
     calls.VoteChallenge: ("court", "voteChallenge"),
+    calls.WithdrawBond: ("court", "withdrawBond"),
     calls.Finalize: ("court", "finalize"),
 }
 

@@ -119,15 +119,15 @@ def devnet(
 
 @app.command()
 def fund(
-    account: str,
+    accounts: Annotated[list[str], typer.Argument(help="addresses, or paths of keystores")],
     tokens: int = 0,
     ether: float = 1.0,
     rpc: str = "http://127.0.0.1:8545",
 ) -> None:
-    """Give an account of a devnet ether for gas and escrow tokens. Devnets only."""
+    """Give accounts of a devnet ether for gas and escrow tokens. Devnets only."""
     from troth.commands import fund as work
 
-    run(work(rpc, account, tokens, ether))
+    run(work(rpc, accounts, tokens, ether))
 
 
 @keys_app.command("new")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
 from collections.abc import AsyncIterator
@@ -40,7 +41,7 @@ async def reading(settings: RoleSettings) -> AsyncIterator[EvmLedger]:
 @asynccontextmanager
 async def session(settings: RoleSettings) -> AsyncIterator[tuple[EvmLedger, Keys]]:
     """The account's keys and its connected ledger."""
-    keys = load(Path(settings.keystore), read_password())
+    keys = load(settings.keystore_path, read_password())
     ledger = await open_ledger(settings, keys)
     try:
         yield ledger, keys
@@ -55,16 +56,29 @@ def _task(ledger: EvmLedger, wanted: str) -> Task:
     return ledger.state.tasks[picked]
 
 
-async def fund(rpc_url: str, account: str, tokens: int, ether: float) -> None:
+def _address_of(text: str) -> str:
+    """An address, given itself or the path of a keystore."""
+    path = Path(text)
+    if not path.exists():
+        return hex_account(_account(text))
+    try:
+        return hex_account(bytes.fromhex(json.loads(path.read_text())["address"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path} is neither an address nor a keystore") from None
+
+
+async def fund(rpc_url: str, accounts: list[str], tokens: int, ether: float) -> None:
     """Devnet faucet: ether for gas and tokens for stakes."""
+    addresses = [_address_of(text) for text in accounts]
     try:
         async with HttpRpc(rpc_url) as rpc:
-            if ether:
-                await rpc.call("devnet_fund", account, hex(int(ether * 10**18)))
-            if tokens:
-                await rpc.call("devnet_mint", account, hex(tokens))
+            for address in addresses:
+                if ether:
+                    await rpc.call("devnet_fund", address, hex(int(ether * 10**18)))
+                if tokens:
+                    await rpc.call("devnet_mint", address, hex(tokens))
     except RpcError as error:
-        raise ConfigError(f"{rpc_url} did not fund {account}: {error}; only a devnet has a faucet") from None
+        raise ConfigError(f"{rpc_url} did not fund {accounts[0]}: {error}; only a devnet has a faucet") from None
     except Unreachable as error:
         raise Fault(f"no ledger node at {rpc_url}: {error}") from None
 

@@ -18,6 +18,7 @@ from protocol.ledger.calls import Call, Register, SetRecord
 from protocol.ledger.events import Role
 from protocol.messages import NodeRecord, make_domain, open_record, seal
 from protocol.ports import IntentStatus
+from protocol.task import Terms, compute_terms
 from troth.keystore import Keys
 from troth.settings import LedgerSettings, RoleSettings
 
@@ -156,6 +157,26 @@ def _current_sequence(ledger: EvmLedger, keys: Keys, record: bytes, endpoint: st
     except Reject:
         return 1
     return None if (old.endpoint, old.curve_public) == (endpoint, keys.curve_public) else old.sequence + 1
+
+
+async def verify_terms(ledger: EvmLedger, task: bytes) -> None:
+    """Check that the contract enforces what a task's spec says: it cannot read the spec itself.
+
+    Raises:
+        ConfigError: naming the first term that differs; such a task is served by nobody.
+        Fault: when the node is away.
+    """
+    expected = compute_terms(ledger.state.tasks[task].spec)
+    [enforced] = await ledger.view("book", "termsOf", task)
+    for name, own, theirs in zip(Terms._fields, expected, enforced, strict=True):
+        if isinstance(theirs, str):
+            theirs = bytes.fromhex(theirs.removeprefix("0x"))
+        if own != theirs:
+            shown = [value.hex() if isinstance(value, bytes) else value for value in (theirs, own)]
+            raise ConfigError(
+                f"task {task.hex()[:12]} says one thing and enforces another: {name} is {shown[0]} in the contract, "
+                f"{shown[1]} by its spec; do not serve it"
+            )
 
 
 def pick_task(ledger: EvmLedger, wanted: str) -> bytes | None:

@@ -16,14 +16,14 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from contracts.client import EvmLedger
 from protocol.errors import ConfigError, Fault, Ignore, Reject
 from protocol.ledger.events import Role
 from protocol.ledger.state import Task
 from protocol.ports import Scorer
-from troth.connect import ensure_registered, open_ledger, pick_task
+from troth.connect import ensure_registered, open_ledger, pick_task, verify_terms
 from troth.duties import BeaconDuty
 from troth.eventlog import EventLog
 from troth.keystore import Keys, load, read_password
@@ -39,6 +39,8 @@ class Worker(Protocol):
     async def step(self) -> None: ...
     async def close(self) -> None: ...
 
+
+T = TypeVar("T")
 
 #: Builds a worker for a task.
 Factory = Callable[["Context", Task], Worker]
@@ -64,7 +66,7 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
     """
     role = Role[name.upper()]
     _preload(role)
-    keys = load(Path(settings.keystore), read_password())
+    keys = load(settings.keystore_path, read_password())
     ledger = await open_ledger(settings, keys)
     events = EventLog(Path(settings.directory), name)
     stop = asyncio.Event()
@@ -92,9 +94,9 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
         if role is Role.RELAY:
             worker = _make_relay(context)
             relay_accept.append(worker.accept)
-            await _drive(context, stop, lambda: worker)
+            await _drive(context, stop, _always(worker))
         else:
-            await _drive(context, stop, _worker_of_task(context, role))
+            await _drive(context, stop, _Chooser(context, role).get)
     finally:
         await mesh.close()
         await ledger.close()
@@ -116,31 +118,74 @@ def _preload(role: Role) -> None:
         importlib.import_module(module)
 
 
-def _worker_of_task(context: Context, role: Role) -> Callable[[], Worker | None]:
-    """The worker of the chosen task, made when the task appears on the ledger."""
-    made: dict[bytes, Worker] = {}
+class _Chooser:
+    """Finds the task to serve and makes its worker.
 
-    def get() -> Worker | None:
-        picked = pick_task(context.ledger, context.settings.task)
-        if picked is None:
-            return next(iter(made.values()), None)
-        if picked not in made:
-            made[picked] = _FACTORIES[role](context, context.ledger.state.tasks[picked])
-            context.events("serving", {"task": picked})
-            print(f"{role.name.lower()}: serving task {picked.hex()[:12]}", file=sys.stderr)
-        return made[picked]
+    With a task named in the settings it is that one, and anything wrong with it ends the process. Otherwise it is the newest
+    open task that can be served, until that one is closed: a stranger who publishes tasks cannot pull participants away.
+    """
 
-    return get
+    def __init__(self, context: Context, role: Role) -> None:
+        self._context, self._role = context, role
+        self._refused: set[bytes] = set()
+        self._serving: bytes | None = None
+        self._worker: Worker | None = None
+
+    async def get(self) -> Worker | None:
+        """The worker, None while there is no task to serve.
+
+        Raises:
+            ConfigError: when the named task cannot be served.
+        """
+        tasks = self._context.ledger.state.tasks
+        if self._worker is not None and self._serving in tasks and not tasks[self._serving].closed:
+            return self._worker
+        for task in self._candidates():
+            try:
+                await verify_terms(self._context.ledger, task.task)
+                worker = _FACTORIES[self._role](self._context, task)
+            except ConfigError as error:
+                if self._context.settings.task:
+                    raise
+                self._refused.add(task.task)
+                log.warning("task %s cannot be served: %s", task.task.hex()[:12], error)
+                self._context.events("refused_task", {"task": task.task, "text": str(error)})
+                continue
+            if self._worker is not None:
+                await self._worker.close()
+            self._serving, self._worker = task.task, worker
+            self._context.events("serving", {"task": task.task})
+            print(f"{self._role.name.lower()}: serving task {task.task.hex()[:12]}", file=sys.stderr)
+            break
+        return self._worker
+
+    def _candidates(self) -> list[Task]:
+        ledger = self._context.ledger
+        if self._context.settings.task:
+            picked = pick_task(ledger, self._context.settings.task)
+            return [] if picked in (None, self._serving) else [ledger.state.tasks[picked]]
+        is_trainer = self._role is Role.TRAINER
+        return sorted(
+            (
+                task
+                for task in ledger.state.tasks.values()
+                if not task.closed
+                and task.task not in self._refused
+                and task.task != self._serving
+                and (not is_trainer or task.spec.trainer == ledger.account)
+            ),
+            key=lambda task: -task.start_block,
+        )
 
 
-async def _drive(context: Context, stop: asyncio.Event, get_worker: Callable[[], Worker | None]) -> None:
+async def _drive(context: Context, stop: asyncio.Event, get_worker: Callable[[], Awaitable[Worker | None]]) -> None:
     """The loop of every role."""
     beacons = BeaconDuty(context.ledger)
     pause_s = context.settings.ledger.poll_seconds
     worker: Worker | None = None
     try:
         while not stop.is_set():
-            worker = await _turn(context, beacons, get_worker)
+            worker = await _turn(context, beacons, get_worker) or worker
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), pause_s)
     finally:
@@ -148,11 +193,13 @@ async def _drive(context: Context, stop: asyncio.Event, get_worker: Callable[[],
             await worker.close()
 
 
-async def _turn(context: Context, beacons: BeaconDuty, get_worker: Callable[[], Worker | None]) -> Worker | None:
+async def _turn(
+    context: Context, beacons: BeaconDuty, get_worker: Callable[[], Awaitable[Worker | None]]
+) -> Worker | None:
     """One turn of the loop; returns the worker, if there is one yet."""
     await _guarded(context, "ledger", context.ledger.poll)
     await _guarded(context, "beacons", beacons.step)
-    worker = get_worker()
+    worker = await _guarded(context, "task", get_worker)
     if worker is not None:
         await _guarded(context, "step", worker.step)
     # What the step submitted goes out now rather than a poll later.
@@ -161,15 +208,23 @@ async def _turn(context: Context, beacons: BeaconDuty, get_worker: Callable[[], 
     return worker
 
 
-async def _guarded(context: Context, what: str, work: Callable[[], Awaitable[Any]]) -> None:
+async def _guarded(context: Context, what: str, work: Callable[[], Awaitable[T]]) -> T | None:
     """Do one piece of work; its `Fault`, `Ignore` or `Reject` is logged and the loop goes on. Only `ConfigError` ends it."""
     try:
-        await work()
+        return await work()
     except ConfigError:
         raise
     except (Fault, Ignore, Reject) as error:
         log.warning("%s: %s", what, error)
         context.events("fault", {"what": what, "text": str(error)})
+        return None
+
+
+def _always(worker: Worker) -> Callable[[], Awaitable[Worker | None]]:
+    async def get() -> Worker | None:
+        return worker
+
+    return get
 
 
 def _make_relay(context: Context) -> Any:

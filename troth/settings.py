@@ -64,10 +64,10 @@ class TrainerSettings(Section):
 
 
 class RoleSettings(Section):
-    """All settings of one process."""
+    """All settings of one process. An empty `keystore` is keystore.json in `directory`; an empty `task` is the newest."""
 
     directory: str = "run"
-    keystore: str = "keystore.json"
+    keystore: str = ""
     task: str = ""
     slots: int = Field(0, ge=0)
     stake: int = Field(0, ge=0)
@@ -75,6 +75,11 @@ class RoleSettings(Section):
     network: NetworkSettings = NetworkSettings()
     compute: ComputeSettings = ComputeSettings()
     trainer: TrainerSettings = TrainerSettings()
+
+    @property
+    def keystore_path(self) -> Path:
+        """Where this participant's keystore is."""
+        return Path(self.keystore) if self.keystore else Path(self.directory) / "keystore.json"
 
 
 S = TypeVar("S", bound=Section)

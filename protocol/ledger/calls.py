@@ -153,6 +153,10 @@ class VoteChallenge(Call, frozen=True):
     uphold: bool
 
 
+class WithdrawBond(Call, frozen=True):
+    """`Court.withdrawBond()`: a challenge bond whose return the token refused at the time."""
+
+
 class Finalize(Call, frozen=True):
     """`Court.finalize(task, epoch)`."""
 

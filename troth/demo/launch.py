@@ -172,7 +172,6 @@ class Launcher:
         path.write_text(
             f"""\
 directory = "{folder}"
-keystore = "{folder / "keystore.json"}"
 {extra}
 [ledger]
 rpc = "{self.rpc}"
