@@ -27,7 +27,7 @@ from inference.engine import TorchEngine
 from inference.rollouts import make_bundle
 from protocol.assignment import compute_prompt_index, compute_sample_key
 from protocol.checks import Assignment, get_assignment
-from protocol.codec import encode, tagged_hash
+from protocol.codec import Domain, encode, tagged_hash
 from protocol.ledger import events
 from protocol.ledger.state import LedgerState, Task, apply
 from protocol.messages import Bundle, Group, Sample, Signed, compute_bundle_root, make_domain, seal
@@ -316,6 +316,10 @@ class Court:
         body = msgspec.msgpack.encode(fields)
         data = encode(Signed(body, self._key_of[bundle.account].sign(domain, body)))
         return Submission(data, compute_bundle_root(bundle), len(bundle.groups), bundle.policy)
+
+    def sign(self, account: bytes, domain: Domain, body: bytes) -> bytes:
+        """A node's signature over any bytes."""
+        return self._key_of[account].sign(domain, body)
 
     # Judging
 
