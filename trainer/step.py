@@ -116,6 +116,7 @@ class Learner:
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
+            fused=True,
         )
         if optimizer is not None:
             self._load_optimizer(optimizer)

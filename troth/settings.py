@@ -55,7 +55,7 @@ class TrainerSettings(Section):
     """Optimiser settings; the defaults are those of the demo model."""
 
     base: str = ""
-    learning_rate: float = Field(6e-4, gt=0, lt=1)
+    learning_rate: float = Field(2e-4, gt=0, lt=1)
     warmup_steps: int = Field(10, ge=0)
     total_steps: int = Field(60, ge=1)
     epochs: int = Field(2, ge=1, le=16)
