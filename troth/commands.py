@@ -132,7 +132,8 @@ async def policy_describe(settings: RoleSettings, folder: Path) -> dict[str, str
     """Content hash and signed base manifest hash of a policy folder, with the trainer's key."""
     from troth.network import build_base_manifest
 
-    async with session(settings) as (ledger, keys):
+    keys = load(settings.keystore_path, read_password())
+    async with reading(settings) as ledger:
         manifest = build_base_manifest(folder, keys, ledger.chain_id, ledger.address)
         return {
             "base_policy": manifest.root.hex(),

@@ -180,11 +180,8 @@ async def publish(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, scree
     """The initiator publishes the task; returns its id once our replica has it."""
     root = launcher.root
     config = str(root / "trainer" / "troth.toml")
-    # The trainer's process owns its outbox, so its base policy is described from another directory.
-    described = await asyncio.to_thread(
-        launcher.ask, "policy", "describe", str(root / "trainer" / "base"), "--json", "--config", config,
-        "--directory", str(root / "describe"),
-    )  # fmt: skip
+    base = str(root / "trainer" / "base")
+    described = await asyncio.to_thread(launcher.ask, "policy", "describe", base, "--json", "--config", config)
     file = root / "initiator" / "task.toml"
     file.write_text(plans.write_task(plan, **described))
     published = await asyncio.to_thread(
