@@ -19,8 +19,7 @@ from msgspec.structs import replace
 
 from protocol.codec import encode
 from protocol.errors import Reason
-from protocol.messages import Bundle, Signed, make_domain
-from tests.support.forge import CHAIN_ID, LEDGER, count_good, count_rollouts, edit_samples
+from tests.support.forge import count_good, count_rollouts, edit_samples
 
 ROOT = Path(__file__).parents[2]
 MUTATIONS = 2_000
@@ -67,12 +66,6 @@ def run_child(tmp_path, known, inputs):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
-
-
-def sign(court, account, body):
-    """A true signature over any body: the sender is registered, its bytes are not a bundle."""
-    domain = make_domain(CHAIN_ID, LEDGER, court.task_id, Bundle)
-    return encode(Signed(body, court.sign(account, domain, body)))
 
 
 def mutate(data, rng):
@@ -139,8 +132,8 @@ def test_c5_envelopes_that_are_none(victim, tmp_path):
 
 def test_c5_bodies_that_are_none_under_a_true_signature(court, victim, tmp_path):
     bundle, _, known = victim
-    inputs = [sign(court, bundle.account, body) for body in hostile_bodies()]
-    inputs += [sign(court, bundle.account, bytes([i])) for i in range(256)]
+    inputs = [court.seal_body(bundle.account, body) for body in hostile_bodies()]
+    inputs += [court.seal_body(bundle.account, bytes([i])) for i in range(256)]
     assert run_child(tmp_path, known, inputs) == {"MALFORMED": len(inputs)}
 
 
@@ -158,7 +151,7 @@ def test_c5_mutations_of_a_good_body_under_a_true_signature(court, victim, tmp_p
     """Past the signature: the root on the ledger still names one bundle and no other."""
     bundle, _, known = victim
     rng, body = np.random.default_rng(6), encode(bundle)
-    inputs = [sign(court, bundle.account, made) for _ in range(MUTATIONS) if (made := mutate(body, rng)) != body]
+    inputs = [court.seal_body(bundle.account, made) for _ in range(MUTATIONS) if (made := mutate(body, rng)) != body]
     seen = run_child(tmp_path, known, inputs)
     assert sum(seen.values()) == len(inputs)
     assert set(seen) <= {"MALFORMED", "DUPLICATE", "ROOT_MISMATCH", "STALE_POLICY"}
@@ -181,7 +174,7 @@ def test_c5_other_encodings_of_the_same_bundle(court, victim, tmp_path):
         body + b"\xc0",
         body + b"\0",
     ]
-    seen = run_child(tmp_path, known, [sign(court, bundle.account, one) for one in longer])
+    seen = run_child(tmp_path, known, [court.seal_body(bundle.account, one) for one in longer])
     assert seen == {"MALFORMED": len(longer)}
 
 

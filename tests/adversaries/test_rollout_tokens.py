@@ -1,4 +1,5 @@
-"""Adversaries that choose their tokens: R7 best of many, R8 prompt tampering, R9 edits, R10 endings, R11 temperature.
+"""Adversaries that choose their tokens: R7 best of many, R8 prompt tampering, R9 edits, R10 endings, R11 temperature,
+R15 near-ties.
 
 Where it can, the forger commits to its own tokens with the true policy's own activations (`Court.rewrite`), so that only
 replay stands in its way.
@@ -8,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from protocol.checks import compute_sample_key
+from protocol import checks
+from protocol.assignment import compute_sample_key
 from protocol.errors import Reason
+from protocol.presets import PROFILE_FP32
 from protocol.verdict import Status
+from tests.adversaries.mutations import put, without
 from tests.support.forge import Court, count_good, count_rollouts, edit_samples, make_dishonest, tokens_of
 
 TRIALS_MIN = 50
@@ -235,3 +240,38 @@ def test_r11_other_temperature(court, temperature):
     assert len(rows) >= TRIALS_MIN
     assert count_good(rows) == 0
     assert {row.reason for row in rows} == {Reason.REPLAY}
+
+
+@pytest.fixture(scope="module")
+def tolerant_court(tmp_path_factory):
+    """A profile whose tolerance is so wide that many tokens have a runner-up within it."""
+    profile = replace(PROFILE_FP32, replay_tolerance_micro=1_000_000, replay_severe_micro=2_000_000)
+    return Court(tmp_path_factory.mktemp("tolerant"), profile=profile, name="tolerant")
+
+
+def flip_near_ties(court, bundle):
+    """The last token of every full-length completion becomes its runner-up where the tolerance allows that. Returns the
+    forgery and the number of flips."""
+    runners = {}
+    for slot, number, position, z in court.positions(bundle):
+        first, second = np.argsort(z)[::-1][:2]
+        if position == 5 and z[first] - z[second] < 0.99:
+            runners[slot, number] = int(second)
+    flip = lambda slot, number, tokens: (*tokens[:5], runners[slot, number]) if (slot, number) in runners else tokens  # noqa: E731
+    return court.rewrite(bundle, flip), len(runners)
+
+
+def test_r15_near_ties_flipped_within_the_tolerance(tolerant_court, monkeypatch):
+    """No single token is out of tolerance; there are too many of them. One is allowed, as honest machines differ."""
+    court = tolerant_court
+    forged = [flip_near_ties(court, one) for one in court.honest().values()]
+    allowed = [bundle for bundle, flips in forged if flips <= 1]
+    greedy = [bundle for bundle, flips in forged if flips > 1]
+    rows = court.rows(court.submit_all(greedy))
+    assert len(rows) >= 40
+    assert count_good(rows) == 0
+    assert {row.reason for row in rows} == {Reason.NEAR_TIES}
+    assert {row.status for row in rows} == {Status.UNPAID}
+    assert count_good(court.rows(court.submit_all(allowed))) == len(allowed)
+    put(monkeypatch, checks._replay_failures, without(checks._replay_failures, Reason.NEAR_TIES))
+    assert count_good(court.rows(court.submit_all(greedy))) == len(greedy)

@@ -10,7 +10,7 @@ Neighbours: tests.support.scenario makes models and specs, verifier.judge decide
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from inference.engine import TorchEngine
 from inference.rollouts import make_bundle
 from protocol.assignment import compute_prompt_index, compute_sample_key
 from protocol.checks import Assignment, get_assignment
-from protocol.codec import Domain, encode, tagged_hash
+from protocol.codec import encode, tagged_hash
 from protocol.ledger import events
 from protocol.ledger.state import LedgerState, Task, apply
 from protocol.messages import Bundle, Group, Sample, Signed, compute_bundle_root, make_domain, seal
@@ -86,6 +86,7 @@ class Court:
             slots_max=slots,
             **changes,
         )
+        self._temperature = self.spec.sampling.temperature_milli / 1000
         self.environment: Any = environments.load(self.spec.environment)
         self.names = [f"forge-{i}" for i in range(num_nodes)]
         self.accounts = [make_account(one) for one in self.names]
@@ -176,6 +177,7 @@ class Court:
         temperature: float | None = None,
         prompt: Callable[[Assignment, int], tuple[int, ...]] | None = None,
         keys: Callable[[Assignment, int], Sequence[int]] | None = None,
+        slots: Sequence[int] | None = None,
     ) -> list[Bundle]:
         """What nodes make of their assignments with the weights in `folder`, labelled as the assignments say.
 
@@ -183,17 +185,18 @@ class Court:
             temperature: in place of the task's.
             prompt: tokens to generate a slot from, in place of the assigned prompt.
             keys: sampling keys of a slot in place of the assigned ones; as many samples are made.
+            slots: to fill in place of 0 to quota - 1.
         """
         spec, requests, counts = self.spec, [], []
         for one in assignments:
-            for slot in range(one.quota):
+            for slot in slots or range(one.quota):
                 tokens = prompt(one, slot) if prompt else self.environment.prompt(self.prompt_index(one, slot))
                 drawn = (keys or self.keys)(one, slot)
                 counts.append(len(drawn))
                 requests += [SampleRequest(tokens, key) for key in drawn]
         made = self.engine(folder).generate(
             requests,
-            temperature=temperature or spec.sampling.temperature_milli / 1000,
+            temperature=temperature or self._temperature,
             max_tokens=spec.sampling.max_tokens,
             stop_tokens=spec.sampling.stop_tokens,
         )
@@ -202,7 +205,7 @@ class Court:
         bundles, sizes = [], iter(counts)
         for one in assignments:
             groups = []
-            for slot in range(one.quota):
+            for slot in slots or range(one.quota):
                 index, size = self.prompt_index(one, slot), next(sizes)
                 samples = []
                 for generation, proof in islice(rollouts, size):
@@ -231,15 +234,12 @@ class Court:
         return [one.hidden for one in self.scorer.score(requests, completions, temperature=1.0)]
 
     def logprobs(self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> list[list[float]]:
-        """Log-probabilities at the task's temperature by an engine's logits: independent of any prefill in batches."""
-        engine, found = self.engine(self.policy), []
+        """Log-probabilities at the task's temperature, by an engine's logits."""
+        found = []
         for prompt, completion in zip(prompts, completions, strict=True):
             one = []
             for position, token in enumerate(completion):
-                inputs = torch.tensor([[*prompt, *completion[:position]]])
-                with torch.inference_mode():
-                    logits, _ = engine.forward(inputs, None, torch.arange(inputs.shape[1])[None], DynamicCache())
-                scaled = logits[0].astype(np.float64) / (self.spec.sampling.temperature_milli / 1000)
+                scaled = self._logits((*prompt, *completion[:position]))[0].astype(np.float64) / self._temperature
                 one.append(float(scaled[token] - np.logaddexp.reduce(scaled)))
             found.append(one)
         return found
@@ -272,28 +272,31 @@ class Court:
         """The sampling keys of a slot."""
         return [compute_sample_key(assignment.seed(slot), number) for number in range(self.spec.group_size)]
 
-    def gaps(self, bundle: Bundle) -> list[float]:
-        """Replay gap of every token of a bundle, by an engine's logits: independent of the verifier's prefill."""
-        assignment, found = self.assignment(bundle.account, bundle.round), []
-        engine, temperature = self.engine(self.policy), self.spec.sampling.temperature_milli / 1000
+    def positions(self, bundle: Bundle) -> Iterator[tuple[int, int, int, NDArray[np.float64]]]:
+        """Slot, sample, position and sampling scores [vocabulary] of every token of a bundle, by an engine's logits:
+        independent of the verifier's prefill."""
+        assignment, temperature = self.assignment(bundle.account, bundle.round), self._temperature
         for group in bundle.groups:
             prompt = self.environment.prompt(group.prompt_index)
-            for key, sample in zip(self.keys(assignment, group.slot), group.samples, strict=True):
-                for position, token in enumerate(sample.tokens):
-                    inputs = torch.tensor([[*prompt, *sample.tokens[:position]]])
-                    steps = torch.arange(inputs.shape[1])[None]
-                    with torch.inference_mode():
-                        logits, _ = engine.forward(inputs, None, steps, DynamicCache())
-                    at = np.array([position], dtype=np.int64)
-                    z = scores(
-                        logits,
-                        np.array([key], dtype=np.uint64),
-                        at,
-                        temperature=temperature,
-                        vocab_size=logits.shape[1],
-                    )
-                    found.append(float(z.max() - z[0, token]))
-        return found
+            for number, (key, sample) in enumerate(zip(self.keys(assignment, group.slot), group.samples, strict=True)):
+                for position in range(len(sample.tokens)):
+                    logits = self._logits((*prompt, *sample.tokens[:position]))
+                    keys, at = np.array([key], dtype=np.uint64), np.array([position], dtype=np.int64)
+                    z = scores(logits, keys, at, temperature=temperature, vocab_size=logits.shape[1])
+                    yield group.slot, number, position, z[0]
+
+    def gaps(self, bundle: Bundle) -> list[float]:
+        """Replay gap of every token of a bundle."""
+        tokens = [token for group in bundle.groups for sample in group.samples for token in sample.tokens]
+        return [float(z.max() - z[token]) for token, (*_, z) in zip(tokens, self.positions(bundle), strict=True)]
+
+    def _logits(self, tokens: tuple[int, ...]) -> NDArray[np.float32]:
+        inputs = torch.tensor([tokens])
+        with torch.inference_mode():
+            logits, _ = self.engine(self.policy).forward(
+                inputs, None, torch.arange(inputs.shape[1])[None], DynamicCache()
+            )
+        return logits
 
     # Submitting
 
@@ -312,14 +315,13 @@ class Court:
         """Sign a body that no `Bundle` could hold: `change` edits its nested lists in place. The commitment is honest."""
         fields = msgspec.to_builtins(bundle, builtin_types=(bytes,))
         change(fields)
-        domain = make_domain(CHAIN_ID, LEDGER, self.task_id, Bundle)
-        body = msgspec.msgpack.encode(fields)
-        data = encode(Signed(body, self._key_of[bundle.account].sign(domain, body)))
+        data = self.seal_body(bundle.account, msgspec.msgpack.encode(fields))
         return Submission(data, compute_bundle_root(bundle), len(bundle.groups), bundle.policy)
 
-    def sign(self, account: bytes, domain: Domain, body: bytes) -> bytes:
-        """A node's signature over any bytes."""
-        return self._key_of[account].sign(domain, body)
+    def seal_body(self, account: bytes, body: bytes) -> bytes:
+        """A node's signed envelope around any bytes."""
+        domain = make_domain(CHAIN_ID, LEDGER, self.task_id, Bundle)
+        return encode(Signed(body, self._key_of[account].sign(domain, body)))
 
     # Judging
 
