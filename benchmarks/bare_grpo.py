@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from environments.sort import EOS, SortEnvironment
+from models.policy import load_model
 from trainer.batch import GroupKey, TrainingGroup
 from trainer.config import TrainerConfig
 from trainer.decode import Pick, generate
 from trainer.evaluate import evaluate_policy
-from trainer.policy import load_model, write_policy
+from trainer.policy import write_policy
 from trainer.step import Learner
 from trainer.warmup import make_base_policy
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from models.policy import WEIGHTS
 from protocol.errors import Fault, Ignore, Reason, Reject
 from protocol.ledger.state import Task
 from protocol.merkle import compute_root
@@ -24,7 +25,6 @@ from protocol.ports import BlobStore, Environment, Ledger, PolicyStore, Scorer
 from protocol.rounds import get_round_policy
 from trainer.batch import TrainingGroup
 from trainer.config import TrainerConfig
-from trainer.files import WEIGHTS
 from trainer.ingest import Scorers, check_submission
 from trainer.lineage import fetch_lineage
 from trainer.policy import write_policy

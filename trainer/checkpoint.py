@@ -17,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from models.policy import CONFIG, WEIGHTS
 from protocol.errors import Fault
-from trainer.files import CONFIG, WEIGHTS, disk_errors, remove_tree, sync_directory, write_atomic, write_synced
+from trainer.files import disk_errors, remove_tree, sync_directory, write_atomic, write_synced
 
 #: Generations that stay on disk.
 KEEP = 2

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from models.policy import load_model
 from protocol.assignment import compute_sample_key
 from protocol.codec import tagged_hash
 from protocol.ports import Environment
 from trainer.decode import generate, make_gumbel_pick
-from trainer.policy import load_model
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def evaluate_policy(
         indices: prompt indices of `environment`, at least one; held-out prompts are another environment's.
 
     Raises:
-        Fault / ConfigError: the folder is not a policy.
+        Fault: the folder is not a policy.
     """
     torch.set_num_threads(threads)
     model = load_model(folder, device=device)

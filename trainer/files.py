@@ -12,10 +12,6 @@ from pathlib import Path
 
 from protocol.errors import Fault
 
-#: The two files of a policy folder.
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-
 
 @contextmanager
 def disk_errors(doing: str) -> Iterator[None]:

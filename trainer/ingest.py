@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from models.policy import read_hidden_size
 from protocol.checks import get_assignment, make_requests, open_bundle, validate_groups, validate_quota, validate_scored
 from protocol.ledger.state import LedgerState, Task
 from protocol.messages import compute_leaf
 from protocol.ports import Environment, Scorer
 from trainer.batch import GroupKey, TrainingGroup
-from trainer.policy import read_hidden_size
 
 
 @dataclass(frozen=True)

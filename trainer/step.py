@@ -20,13 +20,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models.policy import CONFIG, WEIGHTS, load_model
 from protocol.errors import Fault
 from trainer.batch import TrainingGroup
 from trainer.config import TrainerConfig
-from trainer.files import CONFIG, WEIGHTS
 from trainer.grpo import compute_advantages, compute_loss, has_variance
 from trainer.packing import MicroBatch, compute_logprobs, make_micro_batches
-from trainer.policy import collect_tensors, encode_tensors, load_model
+from trainer.policy import collect_tensors, encode_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -88,7 +88,7 @@ class Learner:
         temperature: the task's, in logit units.
 
     Raises:
-        Fault / ConfigError: see `trainer.policy.load_model`; a damaged optimiser state is a `Fault`.
+        Fault: see `models.policy.load_model`; a damaged optimiser state is a `Fault`.
     """
 
     def __init__(

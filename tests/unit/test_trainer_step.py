@@ -11,7 +11,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file, save_file
 
 from environments.sort import SortEnvironment
-from protocol.errors import ConfigError, Fault
+from models.policy import load_model, read_hidden_size
+from protocol.errors import Fault
 from protocol.ports import SampleRequest
 from tests.support.scenario import make_model
 from trainer.batch import GroupKey, TrainingGroup, choose_batch
@@ -19,7 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.decode import generate, make_gumbel_pick
 from trainer.evaluate import evaluate_policy
 from trainer.packing import compute_logprobs, make_micro_batches
-from trainer.policy import load_model, read_hidden_size, write_policy
+from trainer.policy import write_policy
 from trainer.step import Learner
 from verifier.scorer import TorchScorer
 
@@ -216,7 +217,7 @@ def test_policies_are_written_as_they_were_read(tmp_path, tie):
 
 @pytest.mark.parametrize(
     ("damage", "error"),
-    [("truncate", Fault), ("missing tensor", ConfigError), ("no json", ConfigError), ("no file", Fault)],
+    [("truncate", Fault), ("missing tensor", Fault), ("no json", Fault), ("no file", Fault)],
 )
 def test_a_damaged_policy_folder_is_named(tmp_path, damage, error):
     folder = make_model(tmp_path / "model", 1)
