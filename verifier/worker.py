@@ -82,8 +82,12 @@ class VerifierWorker:
             self._fetch_bundles(task, round_index)
             await self._reveal(task, round_index)
         for round_index in self._active_rounds(task):
-            if await self._judge(task, round_index):
-                break
+            try:
+                if await self._judge(task, round_index):
+                    break
+            except Fault as error:  # ours, and of this round: other rounds and the settlement go on
+                log.warning("round %d: no verdict (yet): %s", round_index, error)
+                self._events("fault", {"round": round_index, "text": str(error)})
         await self._settler.step(task)
         self._forget(task)
 
@@ -126,7 +130,10 @@ class VerifierWorker:
         state, times = self._ledger.state, get_times(task, round_index)
         over = state.block_number >= times.verdict_commit_deadline
         said = self._ledger.account in task.verdict_commits.get(round_index, {})
-        if over or said or round_index in self._journal.records:
+        if over or said:
+            return False
+        if round_index in self._journal.records:  # judged by a process that died before the ledger heard of it
+            await self._commit(task, round_index)
             return False
         if self._ledger.account not in get_committee(state, task, round_index):
             return False
@@ -141,12 +148,15 @@ class VerifierWorker:
         started = time.process_time()
         judgement = await asyncio.to_thread(self._judge_round, task, round_index, dict(bundles), folder)
         self._record(task, round_index, judgement)
-        record = self._journal.records[round_index]
-        await self._ledger.submit(
-            f"verdict/{task.task.hex()}/{round_index}", CommitVerdict(task.task, round_index, record.commitment)
-        )
+        await self._commit(task, round_index)
         self._tell(round_index, judgement, len(missing), time.process_time() - started)
         return True
+
+    async def _commit(self, task: Task, round_index: int) -> None:
+        """Put the commitment of a verdict that is on disk on the ledger; once is enough."""
+        intent, record = f"verdict/{task.task.hex()}/{round_index}", self._journal.records[round_index]
+        if self._ledger.outcome(intent).status == "unknown":
+            await self._ledger.submit(intent, CommitVerdict(task.task, round_index, record.commitment))
 
     def _judge_round(self, task: Task, round_index: int, bundles: dict[bytes, bytes], folder: Path) -> Judgement:
         """The thread's part: load the round's policy where needed, and judge."""
