@@ -1,0 +1,178 @@
+"""The verifier's prefill against the engine's decode and against plain arithmetic: same states, same tokens, any batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.engine import TorchEngine
+from models.policy import load_model
+from protocol.errors import ConfigError, Fault
+from protocol.ports import SampleRequest
+from tests.support.forge import edit_weights
+from tests.support.scenario import make_model
+from verifier.scorer import TorchScorer
+
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("scorer") / "policy", 9)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    made = TorchEngine()
+    made.load(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+    made = TorchScorer()
+    made.load(folder)
+    return made
+
+
+def make_requests(seed, lengths):
+    rng = np.random.default_rng(seed)
+    return [SampleRequest(tuple(rng.integers(2, 32, n).tolist()), int(rng.integers(0, 2**63))) for n in lengths]
+
+
+def generate(engine, requests, temperature=1.0):
+    return engine.generate(requests, temperature=temperature, max_tokens=6, stop_tokens=(1,))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 24), min_size=1, max_size=12))
+def test_what_the_engine_decodes_the_scorer_replays(engine, scorer, seed, lengths):
+    requests = make_requests(seed, lengths)
+    made = generate(engine, requests)
+    scored = scorer.score(requests, [one.tokens for one in made], temperature=1.0)
+    for one, mine in zip(made, scored, strict=True):
+        assert mine.gaps.shape == mine.logprobs.shape == (len(one.tokens),)
+        assert mine.hidden.shape == one.hidden.shape
+        assert mine.hidden.dtype == np.uint16
+        assert mine.gaps.max() <= TOLERANCE
+        assert np.abs(mine.hidden.astype(int) - one.hidden.astype(int)).max() <= 1 or near(mine.hidden, one.hidden)
+
+
+def near(a, b):
+    """Within two bf16 ulps of each value, or tiny both."""
+    x, y = (torch.from_numpy(v.astype(np.int32) << 16).view(torch.float32).numpy() for v in (a, b))
+    return np.allclose(x, y, rtol=2**-7, atol=1e-4)
+
+
+def test_log_probabilities_and_gaps_by_hand(folder, scorer):
+    """One completion, one forward pass without batching, numpy in float64."""
+    from protocol.sampling import gumbel_noise
+
+    [request] = make_requests(3, [7])
+    completion, temperature = (4, 9, 17, 1), 0.8
+    [scored] = scorer.score([request], [completion], temperature=temperature)
+    model = load_model(folder)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*request.prompt, *completion]])).logits[0].double().numpy()
+    for position, token in enumerate(completion):
+        row = logits[len(request.prompt) - 1 + position] / temperature
+        expected = row[token] - np.log(np.exp(row - row.max()).sum()) - row.max()
+        assert scored.logprobs[position] == pytest.approx(expected, abs=1e-4)
+        z = row + gumbel_noise(np.array([request.key], dtype=np.uint64), np.array([position]), 32)[0]
+        assert scored.gaps[position] == pytest.approx(z.max() - z[token], abs=1e-4)
+
+
+@pytest.mark.parametrize("limit", [1, 40, 10**6])
+def test_scores_do_not_depend_on_the_batch(folder, engine, scorer, limit):
+    requests = make_requests(4, [3, 20, 1, 9, 9, 14])
+    completions = [one.tokens for one in generate(engine, requests)]
+    other = TorchScorer(batch_tokens_max=limit)
+    other.load(folder)
+    together = scorer.score(requests, completions, temperature=1.0)
+    apart = other.score(requests, completions, temperature=1.0)
+    reordered = scorer.score(requests[::-1], completions[::-1], temperature=1.0)[::-1]
+    for a, b, c in zip(together, apart, reordered, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        np.testing.assert_allclose(a.gaps, c.gaps, atol=1e-5)
+        assert near(a.hidden, b.hidden)
+        assert near(a.hidden, c.hidden)
+
+
+def test_logits_in_chunks_are_the_same(scorer, engine, monkeypatch):
+    requests = make_requests(5, [5] * 8)
+    completions = [one.tokens for one in generate(engine, requests)]
+    whole = scorer.score(requests, completions, temperature=1.0)
+    monkeypatch.setattr("verifier.scorer.LOGITS_MAX", 96)  # three rows of logits at a time
+    parts = scorer.score(requests, completions, temperature=1.0)
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a.gaps, b.gaps, atol=1e-5)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_another_temperature_has_other_gaps(scorer, engine):
+    requests = make_requests(6, [7] * 32)
+    completions = [one.tokens for one in generate(engine, requests, temperature=0.5)]
+    assert max(one.gaps.max() for one in scorer.score(requests, completions, temperature=0.5)) <= TOLERANCE
+    assert max(one.gaps.max() for one in scorer.score(requests, completions, temperature=1.0)) > TOLERANCE
+
+
+def test_a_padded_vocabulary_is_cut(tmp_path):
+    """Tokens at or above `vocab_size` have no score: neither noise nor log-probability goes to them."""
+    folder = make_model(tmp_path / "padded", 10, vocab=64)
+    scorer, engine = TorchScorer(vocab_size=32), TorchEngine(vocab_size=32)
+    scorer.load(folder)
+    engine.load(folder)
+    requests = make_requests(7, [5] * 16)
+    completions = [one.tokens for one in generate(engine, requests)]
+    assert max(max(one) for one in completions) < 32
+    assert max(one.gaps.max() for one in scorer.score(requests, completions, temperature=1.0)) <= TOLERANCE
+    whole = TorchScorer()
+    whole.load(folder)
+    cut = scorer.score(requests, completions, temperature=1.0)
+    full = whole.score(requests, completions, temperature=1.0)
+    assert all((a.logprobs > b.logprobs).all() for a, b in zip(cut, full, strict=True))
+
+
+def test_nothing_gives_nothing(scorer):
+    assert scorer.score([], [], temperature=1.0) == []
+
+
+def test_without_a_policy_there_is_no_verdict():
+    with pytest.raises(Fault, match="no policy is loaded"):
+        TorchScorer().score(make_requests(1, [3]), [(1,)], temperature=1.0)
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.norm"])
+def test_numbers_that_are_not_finite_are_a_fault(folder, tmp_path, where):
+    def edit(name, tensor):
+        return tensor.new_full(tensor.shape, float("nan")) if where in name else tensor
+
+    scorer = TorchScorer()
+    scorer.load(edit_weights(folder, tmp_path / "nan", edit))
+    with pytest.raises(Fault, match="not finite"):
+        scorer.score(make_requests(1, [3]), [(4, 1)], temperature=1.0)
+
+
+def test_a_damaged_policy_leaves_the_old_one(folder, tmp_path, engine):
+    scorer = TorchScorer()
+    scorer.load(folder)
+    requests = make_requests(8, [4, 6])
+    completions = [one.tokens for one in generate(engine, requests)]
+    before = scorer.score(requests, completions, temperature=1.0)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (damaged / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(Fault):
+        scorer.load(damaged)
+    after = scorer.score(requests, completions, temperature=1.0)
+    assert [one.gaps.tolist() for one in before] == [one.gaps.tolist() for one in after]
+
+
+@pytest.mark.parametrize("dtype", ["float33", "pickle", "nn"])
+def test_unknown_dtypes_are_a_configuration_error(dtype):
+    with pytest.raises(ConfigError, match="dtype"):
+        TorchScorer(dtype=dtype)
