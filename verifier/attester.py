@@ -25,9 +25,13 @@ TURN_BLOCKS = 2
 NEWEST = 3
 
 
-def get_turn(state: LedgerState, account: bytes, policy: bytes) -> int:
-    """Blocks that an attester lets pass before it acts: 0 for the first pair."""
-    attesters = [p.account for p in state.participants.values() if p.role in (Role.RELAY, Role.VERIFIER) and p.bonded]
+def get_turn(state: LedgerState, account: bytes, policy: bytes, stake_min: int) -> int:
+    """Blocks that an attester lets pass before it acts: 0 for the first pair. The ledger asks for `stake_min`."""
+    attesters = [
+        p.account
+        for p in state.participants.values()
+        if p.role in (Role.RELAY, Role.VERIFIER) and p.bonded >= stake_min
+    ]
     ranked = sorted(attesters, key=lambda other: tagged_hash("attester", policy, other))
     return ranked.index(account) // ATTESTATIONS_NEEDED * TURN_BLOCKS if account in ranked else 1 << 30
 
@@ -73,7 +77,8 @@ class Attester:
         state = self._ledger.state
         if policy.eligible_block is not None or self._ledger.account in policy.attestations:
             return
-        if state.block_number >= policy.block_number + get_turn(state, self._ledger.account, policy.policy):
+        turn = get_turn(state, self._ledger.account, policy.policy, task.spec.economics.verifier_stake_min)
+        if state.block_number >= policy.block_number + turn:
             await self._ledger.submit(
                 f"attest/{task.task.hex()}/{policy.version}", AttestPolicy(task.task, policy.version)
             )

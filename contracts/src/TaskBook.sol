@@ -129,8 +129,7 @@ contract TaskBook is TaskEscrow {
         if (block.number <= times.start) revert TooEarly(block.number, times.start + 1);
         _requireUntil(times.receiptDeadline);
         if (accounts.length > LIST_MAX) revert TooLong(accounts.length, LIST_MAX);
-        uint8 role = registry.roleOf(msg.sender);
-        if (role != Roles.RELAY) revert WrongRole(msg.sender, role);
+        _requireStake(Roles.RELAY, t.terms.verifierStakeMin);
 
         address[] memory fresh = new address[](accounts.length);
         uint256 count = 0;
@@ -172,7 +171,8 @@ contract TaskBook is TaskEscrow {
     function attestPolicy(bytes32 task, uint64 version) external {
         Task storage t = _open(task);
         uint8 role = registry.roleOf(msg.sender);
-        if (role != Roles.RELAY && role != Roles.VERIFIER) revert WrongRole(msg.sender, role);
+        // A made-up crowd of relays could else call a withheld policy available.
+        _requireStake(role == Roles.RELAY ? Roles.RELAY : Roles.VERIFIER, t.terms.verifierStakeMin);
         if (version > t.policyVersion) revert UnknownPolicy(version, t.policyVersion);
         address[] storage attesters = _attesters[task][version];
         uint256 count = attesters.length;

@@ -91,7 +91,7 @@ MATRIX: dict[tuple[str, str], tuple[Setup, set[str]]] = {
     ("registry", "register"): (lambda *_: (1, HASH, b"", 1), EVERYBODY - REGISTERED - {"deployer"}),
     ("registry", "setRecord"): (lambda *_: (b"",), REGISTERED),
     ("registry", "addStake"): (lambda *_: (1,), REGISTERED),
-    ("registry", "startUnbond"): (lambda *_: (1,), NODES | VERIFIERS),
+    ("registry", "startUnbond"): (lambda *_: (1,), NODES | VERIFIERS | {"relay"}),
     ("registry", "slash"): (lambda ledger, task: (ledger.address("node"), task, 1), set()),
     ("beacons", "record"): (lambda ledger, _: (ledger.block - 1,), EVERYBODY),
     ("book", "publish"): (lambda ledger, _: (ledger.terms(), b"x", 1_000), EVERYBODY - {"deployer"}),

@@ -152,9 +152,9 @@ def test_finalize_slashes_bonded_and_unbonding_stake(ledger: EvmLedger, task: by
 
 
 def test_slashing_an_account_without_stake_does_not_stop_a_settlement(ledger: EvmLedger, task: bytes) -> None:
-    relay = ledger.address("relay")
-    _pending(ledger, task, slashed=(relay,))
-    assert Slashed(relay, task, 0) in ledger.finalize(task, 0)
+    trainer = ledger.address("trainer")
+    _pending(ledger, task, slashed=(trainer,))
+    assert Slashed(trainer, task, 0) in ledger.finalize(task, 0)
 
 
 def test_finalize_refuses(ledger: EvmLedger, task: bytes) -> None:

@@ -227,6 +227,17 @@ def test_two_attestations_are_recorded(ledger: EvmLedger, task: bytes) -> None:
     assert ledger.view("book", "attestationsOf", task, 1) == 2
 
 
+def test_statements_of_a_relay_need_a_verifiers_stake(ledger: EvmLedger, task: bytes) -> None:
+    node, relay = ledger.address("node"), ledger.address("relay")
+    ledger.send("node", "book", "join", task, 4)
+    ledger.commit(task, 0, "node", leaves=4)
+    ledger.send("relay", "registry", "startUnbond", 1)
+    refused = ("StakeTooLow", relay, STAKE - 1, STAKE)
+    assert ledger.error("relay", "book", "receipt", task, 0, (node,)) == refused
+    assert ledger.error("relay", "book", "attestPolicy", task, 0) == refused
+    assert ledger.view("book", "pendingPayOf", task, 0) == 0
+
+
 def test_nothing_is_stated_about_a_closed_task(ledger: EvmLedger, task: bytes) -> None:
     ledger.send("node", "book", "join", task, 1)
     ledger.send("initiator", "book", "cancel", task)

@@ -42,7 +42,7 @@ ROLES = {
     "trainer": (Role.TRAINER, 0),
     "node": (Role.NODE, STAKE),
     "node2": (Role.NODE, STAKE),
-    "relay": (Role.RELAY, 0),
+    "relay": (Role.RELAY, STAKE),
     "verifier": (Role.VERIFIER, 4 * STAKE),
     "verifier2": (Role.VERIFIER, 3 * STAKE),
     "verifier3": (Role.VERIFIER, 3 * STAKE),
