@@ -12,7 +12,7 @@ from typing import NamedTuple
 from protocol.errors import Fault
 from protocol.ledger.state import LedgerState, Task
 from protocol.merkle import compute_earning_leaf, compute_proof, compute_root
-from protocol.rounds import get_end_round, get_outcomes, get_times
+from protocol.rounds import get_end_round, get_outcomes, get_quotas, get_times
 from protocol.task import compute_leaf_pay_max
 from protocol.verdict import Status
 
@@ -23,7 +23,7 @@ class SettlementResult(NamedTuple):
     Attributes:
         earnings: cumulative earnings by account over all settled epochs, zero entries left out.
         paid_total / burned_total: cumulative, in token units.
-        slashed: accounts with a confirmed cheat in this epoch, sorted.
+        slashed: accounts with a confirmed cheat that no earlier epoch slashed, sorted.
     """
 
     epoch: int
@@ -51,17 +51,22 @@ def get_epoch_deadline(task: Task, epoch: int) -> int:
 
 
 def _earn_round(state: LedgerState, task: Task, round_index: int, earned: dict[bytes, int], cheats: set[bytes]) -> int:
-    """Add one round's earnings and cheats; returns what it burns."""
+    """Add one round's earnings and cheats; returns what it burns.
+
+    Nothing is paid or burned beyond a node's quota, whatever was committed or said, so a round never costs more than
+    its reserve and a settlement can always be covered by the deposit.
+    """
     burned = 0
-    outcomes = get_outcomes(state, task, round_index)
+    outcomes, quotas = get_outcomes(state, task, round_index), get_quotas(state, task, round_index)
     for account in task.receipts.get(round_index, {}):
-        outcome = outcomes.get(account)
+        outcome, quota = outcomes.get(account), quotas.get(account, 0)
         if outcome is None:
-            leaves = task.commitments[round_index][account].leaves
+            leaves = min(task.commitments[round_index][account].leaves, quota)
             burned += leaves * compute_leaf_pay_max(task.spec)
         elif outcome.row.status == Status.GOOD:
-            pay = compute_submission_pay(task, outcome.row.groups, outcome.row.tokens)
-            earned[account] = earned.get(account, 0) + pay
+            groups = min(outcome.row.groups, quota)
+            tokens = min(outcome.row.tokens, groups * task.spec.group_size * task.spec.sampling.max_tokens)
+            earned[account] = earned.get(account, 0) + compute_submission_pay(task, groups, tokens)
         elif outcome.row.status == Status.CHEAT:
             cheats.add(account)
     agreed = {verifier for outcome in outcomes.values() for verifier in outcome.agreed}
@@ -85,6 +90,7 @@ def compute_settlement(state: LedgerState, task: Task, epoch: int) -> Settlement
     earnings: dict[bytes, int] = {}
     burned_total = 0
     slashed: tuple[bytes, ...] = ()
+    confirmed: set[bytes] = set()
     already: set[bytes] = set()
     for index in range(epoch + 1):
         epoch_rounds = task.spec.schedule.epoch_rounds
@@ -95,7 +101,8 @@ def compute_settlement(state: LedgerState, task: Task, epoch: int) -> Settlement
         for account, amount in earned.items():
             if account not in cheats:
                 earnings[account] = earnings.get(account, 0) + amount
-        slashed = tuple(sorted(cheats - already)[:SLASHED_MAX])
+        confirmed |= cheats
+        slashed = tuple(sorted(confirmed - already)[:SLASHED_MAX])
         already.update(slashed)
     leaves = compute_leaves(task.task, earnings)
     return SettlementResult(epoch, compute_root(leaves), sum(earnings.values()), burned_total, slashed, earnings)
