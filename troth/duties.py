@@ -1,7 +1,8 @@
 """Chores that keep a task going and that anybody may do: recording beacons.
 
 Doing them twice costs gas and changes nothing, so participants take turns: a hash ranks them for each chore, the first
-acts at once, each next one waits a little longer and acts only if it is still needed. Nobody in particular has to be there.
+acts at once, the next two a little later, the next four later still, each only if it is still needed. Nobody in particular
+has to be there, and with twice as many a turn everybody's comes before a round's deadline, however many are silent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from protocol.ledger.state import LedgerState, Task
 from protocol.ports import Ledger
 from protocol.rounds import get_end_round, get_open_round, get_times
 
-#: Blocks between two participants' turns: enough for the first one's transaction to be seen.
+#: Blocks between two turns: enough for the first one's transaction to be seen.
 TURN_BLOCKS = 2
 _KEEPERS = (Role.VERIFIER, Role.RELAY, Role.TRAINER)
 
@@ -25,6 +26,11 @@ def get_turn(state: LedgerState, account: bytes, label: bytes) -> int:
     keepers = [p.account for p in state.participants.values() if p.role in _KEEPERS and p.bonded > 0]
     ranked = sorted(keepers, key=lambda other: tagged_hash("turn", label, other))
     return ranked.index(account) if account in ranked else len(ranked)
+
+
+def get_wait_blocks(turn: int) -> int:
+    """Blocks that place `turn` of the queue waits: places 0, 1-2, 3-6, 7-14, ... act together."""
+    return TURN_BLOCKS * ((turn + 1).bit_length() - 1)
 
 
 def get_due_beacons(task: Task, block_number: int) -> Iterator[int]:
@@ -60,5 +66,5 @@ class BeaconDuty:
                 if block in state.beacons:
                     continue
                 turn = get_turn(state, self._ledger.account, block.to_bytes(8, "big"))
-                if state.block_number >= block + turn * TURN_BLOCKS:
+                if state.block_number >= block + get_wait_blocks(turn):
                     await self._ledger.submit(f"beacon/{block}", RecordBeacon(block))
