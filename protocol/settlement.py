@@ -99,7 +99,7 @@ def compute_settlement(state: LedgerState, task: Task, epoch: int) -> Settlement
         for round_index in range(index * epoch_rounds, min((index + 1) * epoch_rounds, get_end_round(task))):
             burned_total += _earn_round(state, task, round_index, earned, cheats)
         for account, amount in earned.items():
-            if account not in cheats:
+            if amount and account not in cheats:
                 earnings[account] = earnings.get(account, 0) + amount
         confirmed |= cheats
         slashed = tuple(sorted(confirmed - already)[:SLASHED_MAX])

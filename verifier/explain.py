@@ -19,6 +19,7 @@ from protocol.checks import (
     validate_group,
     validate_match,
     validate_quota,
+    validate_tokens,
 )
 from protocol.errors import Fault, Ignore, Reject
 from protocol.ledger.state import LedgerState, Task
@@ -161,7 +162,12 @@ def _explain_numbers(
     """Prefill this one rollout and show its numbers."""
     spec, profile = task.spec, task.spec.profile
     sample = group.samples[rollout.sample]
-    requests, completions = make_requests(environment, assignment, [group])
+    try:
+        validate_tokens(spec, environment.vocab_size, sample.tokens, (rollout.slot, rollout.sample))
+        requests, completions = make_requests(environment, assignment, [group])
+    except (Reject, IndexError) as error:  # no model can be asked about it; the group's own check has said so
+        yield Check("activations", None, "no numbers", "", str(error))
+        return
     try:
         [scored] = scorer.score(
             requests[rollout.sample : rollout.sample + 1],
@@ -178,7 +184,7 @@ def _explain_numbers(
     except Reject as error:
         yield _failed("activations", error)
         return
-    except (Fault, IndexError) as error:
+    except Fault as error:
         yield Check("activations", None, "no numbers", "", str(error))
         return
     for number, match in enumerate(matches):
