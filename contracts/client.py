@@ -81,6 +81,7 @@ class EvmLedger:
         self._checked = False
         self._rewinds = 0
         self._undelivered: list[Logged] = []
+        self._unsent = False
         self._away_since: float | None = None
         self._failures = 0
         self._advanced_at = -WAIT_POLL_S
@@ -135,6 +136,7 @@ class EvmLedger:
         self._advanced_at = time.monotonic()
         if self._advanced_at < self._retry_at:
             return
+        self._unsent = False
         try:
             if not self._checked:
                 await self._check_node()
