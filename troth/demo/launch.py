@@ -95,6 +95,7 @@ class Nursery:
                 text=True,
                 start_new_session=True,
             )
+        self._started_at = self._ready_at = time.monotonic()
         self._children: dict[int, Forked] = {}
         self._started: queue.Queue[int] = queue.Queue()
         self._ready = threading.Event()
@@ -106,6 +107,7 @@ class Nursery:
         for line in self._process.stdout:
             message = json.loads(line)
             if "ready" in message:
+                self._ready_at = time.monotonic()
                 self._ready.set()
             elif "code" in message:
                 child = self._children[message["pid"]]
@@ -115,6 +117,16 @@ class Nursery:
                 self._children[message["pid"]] = Forked(message["pid"])
                 self._started.put(message["pid"])
 
+    def wait_ready(self) -> float:
+        """Wait until it is warm; returns the seconds that took since its start.
+
+        Raises:
+            Fault: when it does not get there.
+        """
+        if not self._ready.wait(NURSERY_SECONDS_MAX):
+            raise Fault("the nursery did not start: see nursery.txt")
+        return self._ready_at - self._started_at
+
     def fork(self, name: str, arguments: list[str], out: Path, log: Path) -> Forked:
         """Start a `troth` command in a forked process, with stdout in `out` and stderr in `log`. Thread-safe.
 
@@ -122,8 +134,7 @@ class Nursery:
             Fault: when the nursery does not answer.
         """
         assert self._process.stdin is not None
-        if not self._ready.wait(NURSERY_SECONDS_MAX):
-            raise Fault("the nursery did not start: see nursery.txt")
+        self.wait_ready()
         request = {"name": name, "arguments": arguments, "out": str(out), "log": str(log)}
         with self._lock:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -183,9 +194,10 @@ bind = "{bind}"
         )
         return path
 
-    def open_nursery(self) -> None:
+    def open_nursery(self) -> Nursery:
         """Start the process that model roles are forked from."""
         self.nursery = Nursery(self.environment(), self.root / "nursery.txt")
+        return self.nursery
 
     def start(self, name: str, *arguments: str, forked: bool = False) -> None:
         """Start a long-running `troth` process; its output goes to `log.txt` in its folder.

@@ -74,11 +74,13 @@ def run_demo(
 
 
 async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[dict[str, Any], list[str]]:
-    launcher.open_nursery()
+    nursery = launcher.open_nursery()
     launcher.make_keys(plan.participants)
+    plan = plans.fit_plan(plan, await asyncio.to_thread(nursery.wait_ready))
     names = {launcher.keys[name].account: name for name in plan.participants}
     with Screen(names) as screen:
-        screen.say(f"starting {len(plan.participants)} participants, each a process with its own key")
+        pace = f"a block every {plan.block_seconds} s, {plan.num_epochs * plans.EPOCH_ROUNDS} rounds"
+        screen.say(f"starting {len(plan.participants)} participants, each a process with its own key; {pace}")
         ledger = await start_chain(plan, launcher)
         reader = Reader(ledger, launcher.root / "observer")
         await reader.start()
@@ -105,7 +107,7 @@ async def start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
     port = free_port()
     launcher.rpc = f"http://127.0.0.1:{port}"
     launcher.start(
-        "devnet", "devnet", "--port", str(port), "--block-seconds", str(plans.BLOCK_SECONDS), "--seed",
+        "devnet", "devnet", "--port", str(port), "--block-seconds", str(plan.block_seconds), "--seed",
         str(plan.seed), "--directory", str(launcher.root / "devnet"),
     )  # fmt: skip
     deadline = time.monotonic() + START_SECONDS_MAX
