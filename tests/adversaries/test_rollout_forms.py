@@ -185,11 +185,12 @@ def test_r6_more_slots_than_the_quota(court):
 
 def test_r6_an_easier_prompt(court):
     """Generated for another prompt and saying so."""
-    made = {}
-    for index, one in enumerate(court.assignments()):
-        [bundle] = court.make(court.policy, [one], prompt=lambda a, s, i=index: court.environment.prompt(i))
-        made[one.account] = court.submit(edit_groups(bundle, lambda g, i=index: replace(g, prompt_index=i)))
-    judge(court, made, Reason.ASSIGNMENT)
+    easier = {one.account: index for index, one in enumerate(court.assignments())}
+    made = court.make(
+        court.policy, court.assignments(), prompt=lambda one, slot: court.environment.prompt(easier[one.account])
+    )
+    bundles = [edit_groups(one, lambda g, i=easier[one.account]: replace(g, prompt_index=i)) for one in made]
+    judge(court, court.submit_all(bundles), Reason.ASSIGNMENT)
 
 
 # R12: log-probabilities

@@ -253,9 +253,9 @@ def flip_near_ties(court, bundle):
     """The last token of every full-length completion becomes its runner-up where the tolerance allows that. Returns the
     forgery and the number of flips."""
     runners = {}
-    for slot, number, position, z in court.positions(bundle):
+    for slot, number, _, z in court.positions(bundle, start=5):
         first, second = np.argsort(z)[::-1][:2]
-        if position == 5 and z[first] - z[second] < 0.99:
+        if z[first] - z[second] < 0.99:
             runners[slot, number] = int(second)
     flip = lambda slot, number, tokens: (*tokens[:5], runners[slot, number]) if (slot, number) in runners else tokens  # noqa: E731
     return court.rewrite(bundle, flip), len(runners)

@@ -272,14 +272,14 @@ class Court:
         """The sampling keys of a slot."""
         return [compute_sample_key(assignment.seed(slot), number) for number in range(self.spec.group_size)]
 
-    def positions(self, bundle: Bundle) -> Iterator[tuple[int, int, int, NDArray[np.float64]]]:
-        """Slot, sample, position and sampling scores [vocabulary] of every token of a bundle, by an engine's logits:
-        independent of the verifier's prefill."""
+    def positions(self, bundle: Bundle, *, start: int = 0) -> Iterator[tuple[int, int, int, NDArray[np.float64]]]:
+        """Slot, sample, position and sampling scores [vocabulary] of every token of a bundle from position `start` on, by
+        an engine's logits: independent of the verifier's prefill."""
         assignment, temperature = self.assignment(bundle.account, bundle.round), self._temperature
         for group in bundle.groups:
             prompt = self.environment.prompt(group.prompt_index)
             for number, (key, sample) in enumerate(zip(self.keys(assignment, group.slot), group.samples, strict=True)):
-                for position in range(len(sample.tokens)):
+                for position in range(start, len(sample.tokens)):
                     logits = self._logits((*prompt, *sample.tokens[:position]))
                     keys, at = np.array([key], dtype=np.uint64), np.array([position], dtype=np.int64)
                     z = scores(logits, keys, at, temperature=temperature, vocab_size=logits.shape[1])
