@@ -69,6 +69,8 @@ def _address_of(text: str) -> str:
 
 async def fund(rpc_url: str, accounts: list[str], tokens: int, ether: float) -> None:
     """Devnet faucet: ether for gas and tokens for stakes."""
+    if tokens < 0 or ether < 0:
+        raise ConfigError(f"cannot give {tokens} token units and {ether} ether: expected nothing below 0")
     addresses = [_address_of(text) for text in accounts]
     try:
         async with HttpRpc(rpc_url) as rpc:
@@ -89,6 +91,8 @@ def policy_init(folder: Path, entry: str, args: str, seed: int) -> dict[str, Any
     from protocol.task import Environment
     from trainer.warmup import make_base_policy
 
+    if folder.exists():
+        raise ConfigError(f"{folder} exists: choose another folder or remove it")
     environment = environments.load(Environment(entry, args, environments.content_hash(entry, args)))
     return make_base_policy(folder, environment, seed=seed)
 
@@ -230,6 +234,8 @@ async def task_close(settings: RoleSettings, wanted: str, *, yes: bool) -> dict[
 
 async def stake(settings: RoleSettings, action: str, amount: int, *, yes: bool) -> dict[str, Any]:
     """Show, add, unbond or withdraw stake."""
+    if amount < 0 or (amount == 0 and action in ("add", "unbond")):
+        raise ConfigError(f"--amount is {amount}, expected token units above 0")
     async with session(settings) as (ledger, keys):
         registry = hex_account(ledger.deployment.registry)
         name = f"stake/{action}/{ledger.state.block_number}"

@@ -6,6 +6,7 @@ Used by every command that touches the ledger. Money is never moved without show
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from contracts.client import EvmLedger
 from contracts.deploy import Deployment
 from contracts.jsonrpc import HttpRpc, RpcError, Unreachable
 from protocol.codec import PROTOCOL_VERSION
-from protocol.errors import ConfigError, Fault, Reason, Reject
+from protocol.errors import ConfigError, Fault, Reason, Reject, TrothError
 from protocol.ledger.calls import Call, Register, SetRecord
 from protocol.ledger.events import Role
 from protocol.messages import NodeRecord, make_domain, open_record, seal
@@ -67,11 +68,44 @@ async def open_ledger(settings: RoleSettings, keys: Keys) -> EvmLedger:
         directory / "outbox.sqlite",
         finality_depth=settings.ledger.finality_blocks,
     )
-    await ledger.poll()
-    if not ledger.reachable:
+    try:
+        await ledger.poll()
+        if not ledger.reachable:
+            raise Fault(f"no ledger node at {settings.ledger.rpc}: check ledger.rpc, or start one with `troth devnet`")
+        await verify_deployment(ledger, settings.ledger.rpc)
+    except TrothError:
         await ledger.close()
-        raise Fault(f"no ledger node at {settings.ledger.rpc}: check ledger.rpc, or start one with `troth devnet`")
+        raise
     return ledger
+
+
+async def verify_deployment(ledger: EvmLedger, rpc_url: str) -> None:
+    """Check that the contracts name each other as the deployment does: money must not go to an address beside them.
+
+    Raises:
+        ConfigError: naming the address that differs, or a first block that is still to come.
+        Fault: when the node is away.
+    """
+    names = ("token", "beacons", "registry", "court")
+    for name, (shown,) in zip(names, await asyncio.gather(*(ledger.view("book", name) for name in names)), strict=True):
+        own = getattr(ledger.deployment, name)
+        if shown != own:
+            raise ConfigError(
+                f"the deployment says that the {name} is 0x{own.hex()}, the task contract says 0x{shown.hex()}: "
+                "deployment.json is damaged or mixed from two, get the right one"
+            )
+    if ledger.deployment.block > ledger.state.block_number:
+        # The replica starts with the deployment's block once that is final: ask how far the chain itself is.
+        try:
+            async with HttpRpc(rpc_url) as rpc:
+                head = int(await rpc.call("eth_blockNumber"), 16)
+        except (RpcError, Unreachable) as error:
+            raise Fault(f"no ledger node at {rpc_url}: {error}") from None
+        if ledger.deployment.block > head:
+            raise ConfigError(
+                f"the deployment begins at block {ledger.deployment.block}, the chain is at block {head}: earlier events "
+                "would be missed, correct block in deployment.json"
+            )
 
 
 def confirm(ledger: EvmLedger, what: str, amount: int, to: str, *, yes: bool) -> None:

@@ -23,6 +23,7 @@ from contracts.devnet.methods import Methods
 from contracts.devnet.server import DevnetServer
 from contracts.jsonrpc import RpcError
 from contracts.signing import Account
+from protocol.errors import ConfigError
 
 CHAIN_ID = 31_337
 FAUCET_WEI = 10**27
@@ -76,8 +77,9 @@ async def start_devnet(
         unbond_blocks: how long stake stays slashable; a task's epoch and settlement must fit in.
 
     Raises:
-        ConfigError: when the port is taken.
+        ConfigError: when the port is taken or the directory cannot be used.
     """
+    _make_directory(directory)
     seed_bytes = seed.to_bytes(8, "big")
     faucet, deployer = _secret(seed_bytes, "faucet"), _secret(seed_bytes, "deployer")
     addresses = [bytes.fromhex(Account.from_key(secret).address[2:]) for secret in (faucet, deployer)]
@@ -89,6 +91,13 @@ async def start_devnet(
     await server.start()
     write_deployment(directory / "deployment.json", deployment)
     return server, deployment
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"directory {directory} cannot be used: {error.strerror}; choose another") from None
 
 
 def write_deployment(path: Path, deployment: Deployment) -> None:

@@ -87,7 +87,10 @@ def create(path: Path, password: str, *, scrypt_n: int = SCRYPT_N, master: bytes
 
 def _write_new(path: Path, content: bytes) -> None:
     """Write a file that must not exist, whole or not at all, readable by its owner only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"directory {path.parent} of the keystore cannot be made: {error.strerror}") from None
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

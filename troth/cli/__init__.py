@@ -39,3 +39,8 @@ def main() -> None:
         # The reader of our stdout went away (for example `| head`): nothing is wrong with us.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(0)
+    except OSError as error:
+        # A full disk, a missing permission: the machine's, not ours. What matters is on disk before it is acted on.
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"troth: {where}{error.strerror or error}; mend that and start again", file=sys.stderr)
+        sys.exit(1)

@@ -31,11 +31,11 @@ def _stop_on_sigterm() -> None:
 @app.command()
 def devnet(
     host: str = "127.0.0.1",
-    port: int = 8545,
-    block_seconds: float = 1.0,
-    chain_id: int = 31337,
+    port: Annotated[int, typer.Option(min=0, max=65_535)] = 8545,
+    block_seconds: Annotated[float, typer.Option(min=0.01, max=3600.0)] = 1.0,
+    chain_id: Annotated[int, typer.Option(min=1, max=2**53)] = 31337,
     directory: Path = Path("run/devnet"),
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
 ) -> None:
     """Run a local chain with the contracts deployed, blocks on a fixed tick."""
     from troth.devnet import run_devnet
@@ -108,7 +108,7 @@ def relay_run(config: Config = None, yes: Yes = False) -> None:
 
 @app.command()
 def demo(
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     nodes: Annotated[int, typer.Option(min=1, max=8, help="Honest nodes.")] = 3,
     cheats: Annotated[str, typer.Option(help="Comma-separated adversaries, or none.")] = "",
     minutes: Annotated[float, typer.Option(min=0.0, max=60.0, help="Run time in all; 0 for the default length.")] = 0.0,
