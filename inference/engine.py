@@ -104,8 +104,11 @@ class TorchEngine:
         results: list[Generation | None] = [None] * len(requests)
         for members in self._batches(requests, max_tokens):
             batch = [requests[i] for i in members]
-            with torch.inference_mode():
-                made = _Decode(self, batch, temperature, max_tokens, stop_tokens).run()
+            try:
+                with torch.inference_mode():
+                    made = _Decode(self, batch, temperature, max_tokens, stop_tokens).run()
+            except RuntimeError as error:  # torch's own: out of memory, a device that went away
+                raise Fault(f"generation of {len(batch)} rollouts failed: {error}") from error
             for i, generation in zip(members, made, strict=True):
                 results[i] = generation
         return [result for result in results if result is not None]

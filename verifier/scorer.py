@@ -71,7 +71,11 @@ class TorchScorer:
         results: list[Scored | None] = [None] * len(requests)
         for batch in self._batches(requests, completions):
             rows = [(requests[i], tuple(completions[i])) for i in batch]
-            for i, scored in zip(batch, self._score_batch(rows, temperature), strict=True):
+            try:
+                scored_rows = self._score_batch(rows, temperature)
+            except RuntimeError as error:  # torch's own: out of memory, a device that went away
+                raise Fault(f"prefill of {len(rows)} rollouts failed: {error}") from error
+            for i, scored in zip(batch, scored_rows, strict=True):
                 results[i] = scored
         return [scored for scored in results if scored is not None]
 

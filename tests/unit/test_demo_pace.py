@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from troth.demo.plan import BLOCK_SECONDS, EPOCHS_DEFAULT, SLOWER_MAX, WARM_UP_SECONDS, fit_plan, make_plan
 
 
