@@ -63,10 +63,11 @@ def run_demo(
             shutil.rmtree(root, ignore_errors=True)
         elif failed or keep:
             print(f"logs and state are in {root}", file=sys.stderr)
+    text = summary.pop("text")
     if as_json:
         print(json.dumps({**summary, "failures": failures}, indent=1))
     else:
-        print(summary.pop("text"))
+        print(text)
         for failure in failures:
             print(f"FAILED: {failure}")
         print("demo: " + ("FAILED" if failures else "OK"))
