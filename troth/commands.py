@@ -324,7 +324,8 @@ async def status(settings: RoleSettings) -> dict[str, Any]:
 
 async def explain(settings: RoleSettings, rollout: str) -> list[dict[str, Any]]:
     """Run every check on one rollout from public data."""
-    from troth.explain import explain_rollout
+    from troth.explain import explain_rollout, parse_rollout
 
+    parse_rollout(rollout)  # a mistyped name is told before anything is fetched
     async with reading(settings) as ledger:
         return await explain_rollout(settings, ledger, rollout)

@@ -42,6 +42,9 @@ class Worker(Protocol):
 
 T = TypeVar("T")
 
+#: A task that starts later than this is not chosen by itself; name it in the settings to wait for it.
+STARTS_SOON_BLOCKS = 2_000
+
 #: Builds a worker for a task.
 Factory = Callable[["Context", Task], Worker]
 
@@ -65,8 +68,8 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
         Fault: when the ledger cannot be reached at start.
     """
     role = Role[name.upper()]
-    _preload(role)
     keys = load(settings.keystore_path, read_password())
+    _preload(role)
     ledger = await open_ledger(settings, keys)
     events = EventLog(Path(settings.directory), name)
     stop = asyncio.Event()
@@ -121,8 +124,9 @@ def _preload(role: Role) -> None:
 class _Chooser:
     """Finds the task to serve and makes its worker.
 
-    With a task named in the settings it is that one, and anything wrong with it ends the process. Otherwise it is the newest
-    open task that can be served, until that one is closed: a stranger who publishes tasks cannot pull participants away.
+    With a task named in the settings it is that one, and anything wrong with it ends the process. Otherwise it is the one
+    served before a restart, else the open task with the largest deposit that starts soon and can be served; it stays
+    that one until it is closed. So a stranger who publishes tasks cannot pull participants away.
     """
 
     def __init__(self, context: Context, role: Role) -> None:
@@ -130,6 +134,7 @@ class _Chooser:
         self._refused: set[bytes] = set()
         self._serving: bytes | None = None
         self._worker: Worker | None = None
+        self._memory = context.directory / "serving"
 
     async def get(self) -> Worker | None:
         """The worker, None while there is no task to serve.
@@ -154,6 +159,7 @@ class _Chooser:
             if self._worker is not None:
                 await self._worker.close()
             self._serving, self._worker = task.task, worker
+            self._memory.write_text(task.task.hex() + "\n")
             self._context.events("serving", {"task": task.task})
             print(f"{self._role.name.lower()}: serving task {task.task.hex()[:12]}", file=sys.stderr)
             break
@@ -164,18 +170,18 @@ class _Chooser:
         if self._context.settings.task:
             picked = pick_task(ledger, self._context.settings.task)
             return [] if picked in (None, self._serving) else [ledger.state.tasks[picked]]
+        remembered = self._memory.read_text().strip() if self._memory.exists() else ""
         is_trainer = self._role is Role.TRAINER
-        return sorted(
-            (
-                task
-                for task in ledger.state.tasks.values()
-                if not task.closed
-                and task.task not in self._refused
-                and task.task != self._serving
-                and (not is_trainer or task.spec.trainer == ledger.account)
-            ),
-            key=lambda task: -task.start_block,
-        )
+        found = [
+            task
+            for task in ledger.state.tasks.values()
+            if not task.closed
+            and task.task not in self._refused
+            and task.task != self._serving
+            and task.start_block <= ledger.state.block_number + STARTS_SOON_BLOCKS
+            and (not is_trainer or task.spec.trainer == ledger.account)
+        ]
+        return sorted(found, key=lambda task: (task.task.hex() != remembered, -task.deposit, task.start_block))
 
 
 async def _drive(context: Context, stop: asyncio.Event, get_worker: Callable[[], Awaitable[Worker | None]]) -> None:
@@ -209,7 +215,11 @@ async def _turn(
 
 
 async def _guarded(context: Context, what: str, work: Callable[[], Awaitable[T]]) -> T | None:
-    """Do one piece of work; its `Fault`, `Ignore` or `Reject` is logged and the loop goes on. Only `ConfigError` ends it."""
+    """Do one piece of work; what goes wrong is logged and the loop goes on. Only a `ConfigError` ends it.
+
+    Strangers write tasks, records and policies. Whatever an unforeseen one of them makes raise must not stop a
+    participant for good, so even an error that is a bug of ours costs one turn, with its traceback in the log.
+    """
     try:
         return await work()
     except ConfigError:
@@ -217,7 +227,10 @@ async def _guarded(context: Context, what: str, work: Callable[[], Awaitable[T]]
     except (Fault, Ignore, Reject) as error:
         log.warning("%s: %s", what, error)
         context.events("fault", {"what": what, "text": str(error)})
-        return None
+    except Exception as error:
+        log.exception("%s failed unexpectedly", what)
+        context.events("fault", {"what": what, "text": f"{type(error).__name__}: {error}"})
+    return None
 
 
 def _always(worker: Worker) -> Callable[[], Awaitable[Worker | None]]:
