@@ -75,11 +75,21 @@ def load(spec: EnvironmentSpec) -> Environment:
         ConfigError: when it is not installed, does not take these arguments, or is not the one the task was published
             with (the message names both hashes).
     """
-    installed = content_hash(spec.entry, spec.args)
+    try:
+        installed = content_hash(spec.entry, spec.args)
+    except ConfigError:
+        raise
+    except Exception as error:  # arguments are a stranger's, and an environment's own code reads them
+        raise ConfigError(f"environment {spec.entry} takes no arguments like {spec.args[:80]!r}: {error}") from None
     if installed != spec.content_hash:
         raise ConfigError(
             f"environment {spec.entry} {spec.args} is not the one of this task: observed {installed.hex()}, "
             f"limit {spec.content_hash.hex()}; install the version of troth the task was published with"
         )
-    environment: Environment = _get_module(spec.entry).make(_parse_args(spec.entry, spec.args))
+    try:
+        environment: Environment = _get_module(spec.entry).make(_parse_args(spec.entry, spec.args))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"environment {spec.entry} takes no arguments like {spec.args[:80]!r}: {error}") from None
     return environment

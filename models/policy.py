@@ -16,6 +16,9 @@ from protocol.errors import Fault
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 CONFIG_BYTES_MAX = 1 << 20
+#: How far a rough count of a configuration's weights may exceed the file's before nothing is allocated for it.
+SIZE_RATIO_MAX = 4
+SIZE_FREE = 1 << 20
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -47,6 +50,14 @@ def read_hidden_size(folder: Path) -> int:
     return hidden
 
 
+def _require_size(config: Any, num_weights: int) -> None:
+    """Refuse a configuration that asks for far more memory than its weights account for. Raises `Fault`."""
+    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    implied = int(config.vocab_size) * hidden + 4 * layers * hidden * hidden
+    if min(hidden, layers) < 1 or implied > SIZE_RATIO_MAX * num_weights + SIZE_FREE:
+        raise Fault(f"config.json implies about {implied} weights, the file holds {num_weights}")
+
+
 def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> Any:
     """Build a causal language model from a policy folder, in evaluation mode.
 
@@ -59,7 +70,6 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
         Fault: when a file is missing, malformed, or does not fit the other. Nothing is initialised at random instead.
     """
     import torch
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,16 +77,19 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         tensors = load_file(folder / WEIGHTS, device=device)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise Fault(f"policy folder {folder} cannot be read: {error}") from None
-    make: Any = AutoModelForCausalLM.from_config
-    model = make(config, dtype=getattr(torch, dtype), trust_remote_code=False)
-    model.to(device)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    try:
+        _require_size(config, sum(tensor.numel() for tensor in tensors.values()))
+        make: Any = AutoModelForCausalLM.from_config
+        model = make(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        model.to(device)
         keys = model.load_state_dict(tensors, strict=False)
-    except RuntimeError as error:
-        raise Fault(f"policy folder {folder}: weights do not fit config.json: {error}") from None
+    except Fault:
+        raise
+    except Exception as error:  # a stranger wrote this file, and every architecture has its own ways to choke on one
+        raise Fault(
+            f"policy folder {folder} is not a usable model: {type(error).__name__}: {error}; weights do not fit "
+            "config.json, or a file is damaged"
+        ) from None
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     missing = sorted(set(keys.missing_keys) - tied)
     if missing or keys.unexpected_keys:
         raise Fault(

@@ -235,7 +235,8 @@ def validate_groups(
                     modulus_min=spec.profile.modulus_min,
                 )
             except Reject as error:
-                raise Reject(error.reason, str(error), where=(index, number)) from None
+                error.where = (index, number)
+                raise
 
 
 def make_requests(

@@ -5,6 +5,7 @@ All of these are pure functions of the replica at or after a stated block, so ev
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from protocol.codec import tagged_hash
@@ -142,16 +143,23 @@ def get_outcomes(state: LedgerState, task: Task, round_index: int) -> dict[bytes
     return outcomes
 
 
+def _fold_judged(state: LedgerState, task: Task) -> None:
+    """Add rounds whose reveals are over to the accounts' histories; each round is folded once."""
+    newest = max(task.commitments, default=-1)
+    while task.judged_rounds <= newest:
+        deadline = get_times(task, task.judged_rounds).verdict_reveal_deadline
+        if state.block_number <= deadline:
+            return
+        for account, outcome in get_outcomes(state, task, task.judged_rounds).items():
+            task.judged.setdefault(account, []).append((deadline, outcome.row))
+        task.judged_rounds += 1
+
+
 def get_history(state: LedgerState, task: Task, account: bytes, block_number: int) -> list[Row]:
     """A node's judged rows whose reveals were over before `block_number`, oldest first."""
-    history = []
-    for round_index in sorted(task.commitments):
-        if get_times(task, round_index).verdict_reveal_deadline >= block_number:
-            break
-        outcome = get_outcomes(state, task, round_index).get(account)
-        if outcome is not None:
-            history.append(outcome.row)
-    return history
+    _fold_judged(state, task)
+    rows = task.judged.get(account, [])
+    return [row for _, row in rows[: bisect_left(rows, block_number, key=lambda entry: entry[0])]]
 
 
 def is_suspended(state: LedgerState, task: Task, account: bytes, block_number: int) -> bool:
@@ -191,9 +199,21 @@ def get_quotas(state: LedgerState, task: Task, round_index: int) -> dict[bytes, 
     The round's groups are shared evenly, the remainder goes to the nodes a hash of the beacon ranks first. A node that
     last delivered fewer than its quota gets what it delivered.
     """
+    start = get_times(task, round_index).start
     beacon = get_round_beacon(state, task, round_index)
+    if beacon is None:
+        return {}
+    if round_index not in task.quotas:
+        quotas = _compute_quotas(state, task, round_index, beacon)
+        if state.block_number < start:
+            return quotas
+        task.quotas[round_index] = quotas
+    return task.quotas[round_index]
+
+
+def _compute_quotas(state: LedgerState, task: Task, round_index: int, beacon: bytes) -> dict[bytes, int]:
     members = get_members(state, task, round_index)
-    if beacon is None or not members:
+    if not members:
         return {}
     ranked = sorted(members, key=lambda account: tagged_hash("quota", task.task, beacon, account))
     share, extra = divmod(task.spec.groups_per_round, len(ranked))

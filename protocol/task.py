@@ -14,6 +14,11 @@ from protocol.errors import ConfigError, Reason, Reject
 #: Longest canonical task, in bytes.
 SPEC_BYTES_MAX = 4096
 
+#: The strictest numeric limits a task may set; honest work in fp32 stays well inside them.
+REPLAY_TOLERANCE_MICRO_MIN = 500
+REPLAY_SEVERE_RATIO_MIN = 5
+MANTISSA_MEAN_MILLI_MIN = 250
+
 
 class Environment(Message, frozen=True):
     """Where prompts and rewards come from.
@@ -322,7 +327,13 @@ def validate_spec(spec: TaskSpec) -> None:
     _bounded("profile.chunk", p.chunk, 1, 1024)
     _bounded("profile.modulus_min", p.modulus_min, 32_769, 65_497)
     _bounded("profile.exponent_mismatches_max", p.exponent_mismatches_max, 0, p.topk)
-    _bounded("profile.replay_severe_micro", p.replay_severe_micro, p.replay_tolerance_micro, 10**9)
+    # Below these an honest rollout would fail: an initiator could have nodes slashed by its own task's limits.
+    _bounded("profile.replay_tolerance_micro", p.replay_tolerance_micro, REPLAY_TOLERANCE_MICRO_MIN, 10**8)
+    severe_min = REPLAY_SEVERE_RATIO_MIN * p.replay_tolerance_micro
+    _bounded("profile.replay_severe_micro", p.replay_severe_micro, severe_min, 10**9)
+    _bounded("profile.mantissa_mean_milli_max", p.mantissa_mean_milli_max, MANTISSA_MEAN_MILLI_MIN, 127_000)
+    _bounded("profile.mantissa_median_max", p.mantissa_median_max, 0, 127)
+    _bounded("profile.near_ties_per_1k_max", p.near_ties_per_1k_max, 1, 1000)
     t = spec.schedule
     for name in t.__struct_fields__:
         _bounded(
@@ -341,3 +352,8 @@ def validate_spec(spec: TaskSpec) -> None:
     _bounded("economics.slash_bps", e.slash_bps, 1, 10_000)
     for name in e.__struct_fields__:
         _bounded(f"economics.{name}", getattr(e, name), 0, 2**96 - 1)
+    _require(e.node_stake_min > 0 and e.verifier_stake_min > 0, "economics: minimum stakes must be above 0")
+    _require(
+        e.reward_base + e.reward_token > 0, "economics: reward_base and reward_token are both 0, nobody would be paid"
+    )
+    _bounded("what an epoch can cost", compute_epoch_pay_max(spec), 1, 2**128 - 1)

@@ -65,6 +65,7 @@ class Directory:
         """Contacts that serve at an endpoint."""
         return [contact for contact in self.contacts(*roles) if contact.endpoint]
 
-    def find_curve(self, curve_public: bytes) -> Contact | None:
-        """The contact behind a CURVE key."""
-        return next((c for c in self.contacts() if c.curve_public == curve_public), None)
+    def find_curve(self, curve_public: bytes) -> list[Contact]:
+        """Everybody whose record names a CURVE key. Records are not proof of owning it, so anyone can name another's key:
+        whoever acts on this looks for the contact that the message itself belongs to."""
+        return [contact for contact in self.contacts() if contact.curve_public == curve_public]

@@ -245,7 +245,7 @@ class Mesh:
             self.store,
             keys.curve_secret,
             bind=bind or None,
-            admit=lambda key: open_to_readers or self.contacts.find_curve(key) is not None,
+            admit=lambda key: open_to_readers or bool(self.contacts.find_curve(key)),
             accept=accept,
             on_event=events,
         )

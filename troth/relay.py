@@ -26,7 +26,7 @@ from protocol.messages import (
 )
 from protocol.ports import Ledger, PolicyStore
 from protocol.rounds import get_end_round, get_open_round, get_times
-from troth.directory import Directory
+from troth.directory import Contact, Directory
 from verifier.attester import Attester
 
 log = logging.getLogger("troth.relay")
@@ -76,22 +76,28 @@ class RelayWorker:
             Reject: with the reason, which goes back to the sender.
             Ignore: when nothing on the ledger speaks of such a blob (yet).
         """
-        sender = self._directory.find_curve(sender_curve)
-        if sender is None:
+        senders = self._directory.find_curve(sender_curve)
+        if not senders:
             raise Reject(
                 Reason.UNREGISTERED,
                 "only registered participants store blobs",
                 observed=sender_curve.hex()[:16],
                 todo="register on the ledger with a record that names this CURVE key",
             )
+        if any(self._accept_from(sender, key, data) for sender in senders):
+            return
+        raise Ignore("no commitment, reveal or policy on the ledger speaks of this blob; commit first, then upload")
+
+    def _accept_from(self, sender: Contact, key: bytes, data: bytes) -> bool:
+        """Whether the ledger speaks of such a blob of this participant. Raises `Reject` when it is not the one named."""
         for task in self._ledger.state.tasks.values():
             if sender.role == Role.NODE and self._accept_bundle(task, sender.account, key, data):
-                return
+                return True
             if sender.role == Role.VERIFIER and self._accept_report(task, sender.account, key, data):
-                return
+                return True
             if sender.account == task.spec.trainer and self._accept_lineage(task, key, data):
-                return
-        raise Ignore("no commitment, reveal or policy on the ledger speaks of this blob; commit first, then upload")
+                return True
+        return False
 
     def _accept_bundle(self, task: Task, account: bytes, key: bytes, data: bytes) -> bool:
         state = self._ledger.state

@@ -21,6 +21,8 @@ log = logging.getLogger("troth.verifier")
 
 #: Blocks between the turns of two pairs of attesters.
 TURN_BLOCKS = 2
+#: Longest pause between two tries to fetch a policy that nobody serves.
+RETRY_BLOCKS_MAX = 256
 #: Newest policies that are fetched and, where needed, attested.
 NEWEST = 3
 
@@ -47,17 +49,19 @@ class Attester:
         self._events = events
         self._fetches: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._here: set[tuple[bytes, int]] = set()
+        #: Failed fetches so far, and the block before which none is tried again.
+        self._failed: dict[tuple[bytes, int], tuple[int, int]] = {}
 
     async def step(self, task: Task) -> None:
         """Start fetches of the newest policies; attest those that are here, needed, and ours to attest."""
+        for done in [key for key, fetch in self._fetches.items() if fetch.done()]:
+            del self._fetches[done]
         for policy in task.policies[-NEWEST:]:
             key = (task.task, policy.version)
             if key in self._here:
                 await self._attest(task, policy)
-            elif key not in self._fetches or self._fetches[key].done():
+            elif key not in self._fetches and self._ledger.state.block_number >= self._failed.get(key, (0, 0))[1]:
                 self._fetches[key] = asyncio.create_task(self._fetch(task.task, policy.version))
-        for key in [key for key, fetch in self._fetches.items() if fetch.done()]:
-            del self._fetches[key]
 
     async def close(self) -> None:
         """Stop background fetches."""
@@ -70,8 +74,12 @@ class Attester:
             await self._policies.fetch(task, version)
             self._here.add((task, version))
         except Fault as error:
+            times = self._failed.get((task, version), (0, 0))[0] + 1
+            wait_blocks = min(2**times, RETRY_BLOCKS_MAX)
+            self._failed[task, version] = (times, self._ledger.state.block_number + wait_blocks)
             log.info("policy %d: %s", version, error)
-            self._events("policy_missing", {"version": version, "text": str(error)})
+            if times == 1:
+                self._events("policy_missing", {"version": version, "text": str(error)})
 
     async def _attest(self, task: Task, policy: Policy) -> None:
         state = self._ledger.state

@@ -15,7 +15,6 @@ from protocol.checks import (
     Assignment,
     get_assignment,
     make_requests,
-    open_bundle,
     validate_group,
     validate_match,
     validate_quota,
@@ -28,6 +27,7 @@ from protocol.ports import Environment, Scorer
 from protocol.rounds import get_audited, get_committee, get_outcomes
 from protocol.toploc import match_proofs, validate_format
 from protocol.verdict import Status
+from verifier.evidence import open_served
 
 
 class Check(NamedTuple):
@@ -89,9 +89,12 @@ def explain(
         return
     yield Check("size", None, f"{len(data)} bytes", f"{compute_bundle_bytes_max(task.spec, task.spec.slots_max)} bytes")
     try:
-        bundle = open_bundle(task.spec, assignment, commitment, data, state.participants[account].network_key)
+        bundle = open_served(task.spec, assignment, commitment, data, state.participants[account].network_key)
     except Reject as error:
         yield _failed("envelope", error)
+        return
+    except Ignore as error:
+        yield Check("envelope", False, "not this node's bundle of this round", "signed by the node", str(error))
         return
     yield Check("envelope", True, f"root {commitment.root.hex()[:16]}, signed", "schema, signature, root, policy")
     yield _checked("quota", lambda: validate_quota(assignment, bundle), len(bundle.groups), assignment.quota)

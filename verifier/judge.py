@@ -1,7 +1,8 @@
 """Judging a round: every submission gets a row, or none at all.
 
 Cheap checks run on 100 % of each submission; the leaves the lottery drew are prefilled together, one batch over all
-nodes. A `Reject` becomes a row and a finding, a `Fault` or `Ignore` becomes no row: unknown is unpaid.
+nodes. A `Reject` becomes a row and a finding, a `Fault` or `Ignore` becomes no row: unknown is unpaid. Bytes that a relay
+could have made up are an `Ignore` (verifier.evidence): they cost a node its pay, never its stake.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import NamedTuple
 from protocol.checks import (
     get_assignment,
     make_requests,
-    open_bundle,
     validate_groups,
     validate_quota,
     validate_scored,
@@ -25,6 +25,7 @@ from protocol.messages import Bundle, Finding, Group
 from protocol.ports import Environment, SampleRequest, Scored, Scorer
 from protocol.rounds import get_audited
 from protocol.verdict import Row, Status
+from verifier.evidence import open_served
 
 log = logging.getLogger("troth.verifier")
 
@@ -118,7 +119,7 @@ def _open(
     """All checks that need no model; returns what is to be prefilled."""
     assignment = get_assignment(state, task, round_index, account, chain_id=chain_id, ledger=ledger)
     commitment = task.commitments[round_index][account]
-    bundle = open_bundle(task.spec, assignment, commitment, data, state.participants[account].network_key)
+    bundle = open_served(task.spec, assignment, commitment, data, state.participants[account].network_key)
     validate_quota(assignment, bundle)
     validate_groups(task.spec, environment, assignment, bundle, hidden)
     drawn = get_audited(state, task, round_index, account, chain_id=chain_id, ledger=ledger)

@@ -64,7 +64,7 @@ class TorchScorer:
         """Score completions under the loaded policy; see protocol.ports.Scorer.
 
         Raises:
-            Fault: when no policy is loaded, or the model's own numbers are not finite.
+            Fault: when no policy is loaded, the model has no such tokens, or its own numbers are not finite.
         """
         if self._model is None:
             raise Fault("no policy is loaded: nothing can be scored")
@@ -97,12 +97,25 @@ class TorchScorer:
         keys = np.concatenate([np.full(len(c), r.key, dtype=np.uint64) for r, c in rows])
         positions = np.concatenate([np.arange(len(c), dtype=np.int64) for _, c in rows])
         tokens = np.concatenate([np.asarray(c, dtype=np.int64) for _, c in rows])
+        self._require_tokens(tokens, self._count_tokens())
         gaps, logprobs = self._replay(hidden, keys, positions, tokens, temperature)
         ends = np.cumsum([len(c) for _, c in rows])
         return [
             Scored(bits[end - len(c) : end], gaps[end - len(c) : end], logprobs[end - len(c) : end])
             for (_, c), end in zip(rows, ends.tolist(), strict=True)
         ]
+
+    def _count_tokens(self) -> int:
+        """Tokens that may be sampled."""
+        size = int(self._model.get_output_embeddings().weight.shape[0])
+        return min(self._vocab_size or size, size)
+
+    @staticmethod
+    def _require_tokens(tokens: NDArray[np.int64], limit: int) -> None:
+        """No token is looked up that is not there: it would end the process, or stand for another (-1 for the last)."""
+        if tokens.min() < 0 or tokens.max() >= limit:
+            bad = tokens.max() if tokens.max() >= limit else tokens.min()
+            raise Fault(f"the policy has no token {bad}, limit {limit - 1}: it does not fit the task's environment")
 
     @torch.inference_mode()
     def _prefill(self, rows: list[tuple[SampleRequest, tuple[int, ...]]]) -> torch.Tensor:
@@ -115,6 +128,7 @@ class TorchScorer:
             inputs[i, : len(sequence)] = sequence
             where_row.append(np.full(len(completion), i))
             where_column.append(np.arange(len(request.prompt) - 1, len(sequence)))
+        self._require_tokens(inputs, self._model.get_input_embeddings().weight.shape[0])
         states = self._model.base_model(
             input_ids=torch.from_numpy(inputs).to(self._device), use_cache=False
         ).last_hidden_state
@@ -135,8 +149,7 @@ class TorchScorer:
         temperature: float,
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Replay gaps and log-probabilities of every completion token, float64 [tokens] each."""
-        head = self._model.get_output_embeddings()
-        vocab_size = min(self._vocab_size or head.weight.shape[0], head.weight.shape[0])
+        head, vocab_size = self._model.get_output_embeddings(), self._count_tokens()
         gaps, logprobs = np.empty(len(tokens)), np.empty(len(tokens))
         step = max(1, LOGITS_MAX // vocab_size)
         for start in range(0, len(tokens), step):

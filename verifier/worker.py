@@ -1,8 +1,9 @@
 """The verifier: fetches what a round delivered, judges it, commits, reveals, publishes why; attests policies, settles.
 
-Order of a round: bundles fetched as they are receipted -> audit beacon -> judged -> rows, report and salt on disk ->
-commitment -> reveal after the commit deadline -> report at the relays. `step` does what is due by looking at the ledger
-and the journal, so a restart needs no other path. What cannot be fetched or computed in time gets no row.
+Order of a round: bundles fetched as they are receipted, and the policy with them -> audit beacon -> judged -> rows, report
+and salt on disk -> commitment -> reveal after the commit deadline -> report at the relays. `step` does what is due by
+looking at the ledger and the journal, so a restart needs no other path; it never waits for a peer. What cannot be fetched
+or computed in time gets no row.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from models.policy import read_hidden_size
+from protocol.checks import get_assignment
 from protocol.codec import PROTOCOL_VERSION, Domain, tagged_hash
 from protocol.errors import Fault, Ignore, Reject
 from protocol.identity import NetworkKey
@@ -25,6 +27,7 @@ from protocol.ports import BlobStore, Environment, Ledger, PolicyStore, Scorer
 from protocol.rounds import get_committee, get_end_round, get_round_policy, get_times
 from protocol.verdict import Status, compute_verdict_commitment, pack_rows
 from verifier.attester import Attester
+from verifier.evidence import open_served
 from verifier.journal import Journal, VerdictRecord
 from verifier.judge import Judgement, judge_round
 from verifier.settler import Settler
@@ -67,6 +70,7 @@ class VerifierWorker:
         self._attester = Attester(ledger=ledger, policies=policies, events=events)
         self._settler = Settler(ledger=ledger, events=events)
         self._bundles: dict[int, dict[bytes, bytes]] = {}
+        self._folders: dict[int, Path] = {}
         self._jobs: dict[tuple[object, ...], asyncio.Task[None]] = {}
         self._loaded: tuple[Path, int] | None = None
         self._published: set[int] = set()
@@ -80,6 +84,7 @@ class VerifierWorker:
         await self._attester.step(task)
         for round_index in self._active_rounds(task):
             self._fetch_bundles(task, round_index)
+            self._fetch_policy(task, round_index)
             await self._reveal(task, round_index)
         for round_index in self._active_rounds(task):
             try:
@@ -119,9 +124,44 @@ class VerifierWorker:
     async def _fetch_bundle(self, task: bytes, round_index: int, account: bytes) -> None:
         try:
             data = await self._blobs.get(compute_bundle_key(task, round_index, account))
-            self._bundles.setdefault(round_index, {})[account] = data
+            self._require_evidence(task, round_index, account, data)
         except Fault as error:
             log.info("bundle of round %d, node 0x%s: %s", round_index, account.hex(), error)
+        except Ignore as error:  # a relay's doing: asked for again, and no row if it stays so
+            log.warning("bundle of round %d, node 0x%s: %s", round_index, account.hex(), error)
+            self._events("bundle_refused", {"round": round_index, "account": account, "text": str(error)})
+        else:
+            self._bundles.setdefault(round_index, {})[account] = data
+
+    def _require_evidence(self, task_id: bytes, round_index: int, account: bytes, data: bytes) -> None:
+        """Keep only bytes that can be held for or against the node; what they are worth is for the judge. Raises `Ignore`."""
+        state, ledger = self._ledger.state, self._ledger
+        task = state.tasks[task_id]
+        try:
+            assignment = get_assignment(
+                state, task, round_index, account, chain_id=ledger.chain_id, ledger=ledger.address
+            )
+            commitment, public = task.commitments[round_index][account], state.participants[account].network_key
+            open_served(task.spec, assignment, commitment, data, public)
+        except Reject as error:
+            log.info("bundle of round %d, node 0x%s will be rejected: %s", round_index, account.hex(), error)
+
+    def _fetch_policy(self, task: Task, round_index: int) -> None:
+        """Start fetching the policy of a round that will have to be judged, so that no step ever waits for a peer."""
+        policy = get_round_policy(task, round_index)
+        if policy is None or round_index in self._journal.records or round_index not in task.receipts:
+            return
+        folder, name = self._folders.get(policy.version), ("policy", policy.version)
+        if (folder is None or not folder.is_dir()) and name not in self._jobs:
+            self._jobs[name] = asyncio.create_task(self._fetch_folder(task.task, policy.version))
+
+    async def _fetch_folder(self, task: bytes, version: int) -> None:
+        self._folders.pop(version, None)
+        try:
+            self._folders[version] = await self._policies.fetch(task, version)
+        except Fault as error:
+            log.warning("policy %d: %s", version, error)
+            self._events("fault", {"version": version, "text": str(error)})
 
     # Judging
 
@@ -142,9 +182,9 @@ class VerifierWorker:
         if missing and state.block_number < times.verdict_commit_deadline - PATIENCE_BLOCKS:
             return False
         policy = get_round_policy(task, round_index)
-        if not bundles or policy is None:
+        folder = None if policy is None else self._folders.get(policy.version)
+        if not bundles or folder is None:
             return False
-        folder = await self._policies.fetch(task.task, policy.version)
         started = time.process_time()
         judgement = await asyncio.to_thread(self._judge_round, task, round_index, dict(bundles), folder)
         self._record(task, round_index, judgement)
@@ -253,3 +293,6 @@ class VerifierWorker:
         for round_index in [r for r in self._bundles if r < active.start]:
             del self._bundles[round_index]
         self._published = {r for r in self._published if r >= oldest}
+        policies = [get_round_policy(task, r) for r in active]
+        used = {policy.version for policy in policies if policy is not None}
+        self._folders = {version: folder for version, folder in self._folders.items() if version in used}

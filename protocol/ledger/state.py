@@ -124,8 +124,12 @@ class Task:
     closed: bool = False
     refunded: int = 0
     burned_at_close: int = 0
-    #: Derived outcomes of rounds whose reveals are over; filled by protocol.rounds, never by events.
+    #: What protocol.rounds derived and need not derive again: outcomes of rounds whose reveals are over, quotas of
+    #: rounds that have started, judged rows by account with their reveal deadlines, rounds folded into those.
     outcomes: dict[int, Any] = field(default_factory=dict)
+    quotas: dict[int, dict[bytes, int]] = field(default_factory=dict)
+    judged: dict[bytes, list[tuple[int, Any]]] = field(default_factory=dict)
+    judged_rounds: int = 0
 
     @property
     def final(self) -> Settlement | None:
