@@ -45,10 +45,11 @@ def find_missing_beacons(network):
     return [r for r in rounds if get_times(network.task, r).start not in network.ledger.state.beacons]
 
 
-def is_quiet(network):
-    """The middle of a round: its beacon is recorded and final, the next is not due."""
-    since = (network.ledger.state.block_number - network.task.start_block) % SCHEDULE["round_blocks"]
-    return 10 <= since <= 14
+def is_quiet(network, after):
+    """The middle of a round later than `after`: its beacon is recorded and final, the next is not due."""
+    newest = get_open_round(network.task, network.ledger.state.block_number)
+    since = network.ledger.state.block_number - get_times(network.task, newest).start
+    return newest > after and 10 <= since <= 14 and not find_missing_beacons(network)
 
 
 async def scenario(network, wire):
@@ -67,7 +68,8 @@ async def scenario(network, wire):
             assert find_missing_beacons(network), "a round began while the relay could see nothing"
             await wire.mend()
             await network.until(lambda: not find_missing_beacons(network), 30)
-        await network.until(lambda: is_quiet(network))
+        mended_in = get_open_round(network.task, network.ledger.state.block_number)
+        await network.until(lambda: is_quiet(network, mended_in))
         relay.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(relay.wait(), 20) == 0, log.read_text()
     finally:
