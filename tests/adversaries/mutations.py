@@ -25,6 +25,7 @@ import protocol.identity
 import protocol.messages
 import protocol.toploc
 import trainer.ingest
+import verifier.evidence
 import verifier.judge
 from protocol.errors import Reason
 from protocol.messages import Bundle
@@ -38,6 +39,7 @@ MODULES = (
     protocol.identity,
     protocol.messages,
     protocol.toploc,
+    verifier.evidence,
     verifier.judge,
     trainer.ingest,
 )

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.errors import Reason, Reject
-from protocol.messages import compute_bundle_root
+from protocol.messages import compute_bundle_bytes_max, compute_bundle_root
 from protocol.verdict import Status
 from tests.support.forge import CHAIN_ID, LEDGER, Court, Submission, count_good, count_rollouts, edit_groups
 from trainer.ingest import LoadedScorer, check_submission
@@ -30,6 +30,12 @@ def judge(court, submissions, *reasons, status=Status.CHEAT, round_index=0):
     assert count_good(rows) == 0
     assert {row.reason for row in rows} <= set(reasons)
     assert {row.status for row in rows} == {status}
+
+
+def ignore(court, submissions, round_index=0):
+    """Enough trials, none accepted and nobody accused: a relay could have made these bytes up without the node."""
+    assert len(submissions) >= TRIALS_MIN
+    assert court.judge(submissions, round_index)[:2] == ([], [])
 
 
 def edited(court, edit):
@@ -53,7 +59,8 @@ def test_honest_control(court):
 
 
 def test_r4_bundle_of_another_round(court):
-    judge(court, court.submit_all(court.honest(0).values()), Reason.DUPLICATE, round_index=1)
+    """Anybody who has the old bundle can serve it as the new one, so it gets no row."""
+    ignore(court, court.submit_all(court.honest(0).values()), round_index=1)
 
 
 def test_r4_bundle_of_another_round_relabelled(court):
@@ -62,7 +69,8 @@ def test_r4_bundle_of_another_round_relabelled(court):
 
 
 def test_r4_bundle_of_another_task(court, other_court):
-    judge(court, other_court.submit_all(other_court.honest().values()), Reason.SIGNATURE)
+    """The signature is good in another domain only: nobody can tell who served it here."""
+    ignore(court, other_court.submit_all(other_court.honest().values()))
 
 
 def test_r4_bundle_of_another_task_signed_again(court, other_court):
@@ -101,7 +109,7 @@ def next_of(court):
 
 def test_r5_envelope_copied(court):
     copies = {thief: court.submit(victim) for thief, victim in next_of(court)}
-    judge(court, copies, Reason.SIGNATURE)
+    ignore(court, copies)
 
 
 def test_r5_signed_again(court):
@@ -174,13 +182,12 @@ def test_r6_a_slot_of_the_next_numbers(court):
 
 def test_r6_more_slots_than_the_quota(court):
     more = lambda b: replace(b, groups=(*b.groups, replace(b.groups[0], slot=2)))  # noqa: E731
-    rows = court.rows(edited(court, more))
-    assert len(rows) >= TRIALS_MIN
-    assert count_good(rows) == 0
-    assert {row.reason for row in rows} <= {
-        Reason.QUOTA,
-        Reason.MALFORMED,
-    }  # the latter when it is longer than any honest
+    rows = {row.account: row for row in court.judge(edited(court, more)).rows}
+    assert len(court.accounts) >= TRIALS_MIN
+    assert {row.reason for row in rows.values()} <= {Reason.QUOTA}
+    limit = compute_bundle_bytes_max(court.spec, court.spec.slots_max) + 80
+    for account, submission in edited(court, more).items():  # what is longer than any honest bundle is not even parsed
+        assert (account in rows) == (len(submission.data) <= limit)
 
 
 def test_r6_an_easier_prompt(court):

@@ -176,3 +176,22 @@ def test_a_damaged_policy_leaves_the_old_one(folder, tmp_path, engine):
 def test_unknown_dtypes_are_a_configuration_error(dtype):
     with pytest.raises(ConfigError, match="dtype"):
         TorchScorer(dtype=dtype)
+
+
+@pytest.mark.parametrize("tokens", [(32, 3), (3, 32), (-1, 3), (3, -1), (2**40, 3)])
+def test_tokens_the_policy_does_not_have_are_a_fault(scorer, tokens):
+    """An environment may know more tokens than the policy: that ends no process, and -1 is not the last token."""
+    with pytest.raises(Fault, match=r"the policy has no token"):
+        scorer.score([SampleRequest((5, 6), 1)], [tokens], temperature=1.0)
+
+
+def test_a_prompt_the_policy_cannot_read_is_a_fault(scorer):
+    with pytest.raises(Fault, match="the policy has no token 99, limit 31"):
+        scorer.score([SampleRequest((5, 99), 1)], [(3,)], temperature=1.0)
+
+
+def test_tokens_beyond_the_environments_vocabulary_are_a_fault(folder):
+    narrow = TorchScorer(vocab_size=16)
+    narrow.load(folder)
+    with pytest.raises(Fault, match="the policy has no token 20, limit 15"):
+        narrow.score([SampleRequest((20, 6), 1)], [(3, 20)], temperature=1.0)

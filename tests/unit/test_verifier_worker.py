@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 
 import pytest
@@ -345,3 +346,34 @@ def test_a_policy_that_cannot_be_had_stops_neither_settlement_nor_other_verifier
     assert votes[0].epoch == 0
     assert task.settlements[0].final
     assert make_account("v0") not in compute_settlement(network.world.chain.state, task, 0).earnings
+
+
+def test_a_peer_that_never_answers_keeps_no_step_waiting(network):
+    """v0 asks for the policy of round 1 on, and hears nothing: round 0 is revealed in time, and so is what is settled."""
+    world, policies = network.world, network.world.policies
+
+    class Silent:
+        async def fetch(self, task, version):
+            if policies_silent:
+                await asyncio.Event().wait()
+            return await policies.fetch(task, version)
+
+    policies_silent = False
+    worker = network.verifiers["v0"]
+    worker._policies = worker._attester._policies = Silent()
+    times = get_times(world.task, 0)
+
+    async def scenario():
+        nonlocal policies_silent
+        await network.run(times.audit_block + 4)  # round 0 is judged, round 1 is not audited yet
+        assert make_account("v0") in world.task.verdict_commits[0]
+        policies_silent = True
+        worker._folders.clear()
+        await network.run(get_epoch_deadline(world.task, 0) + 14)
+        await network.close()
+
+    run(scenario())
+    assert make_account("v0") in world.task.reveals[0]
+    assert make_account("v0") not in world.task.reveals[1]
+    assert {make_account("v1"), make_account("v2")} <= set(world.task.reveals[1])
+    assert world.task.settlements[0].final
