@@ -15,6 +15,7 @@ import sys
 from devnet_support import small_task
 
 from contracts.outbox import Outbox
+from protocol.ledger.calls import RecordBeacon
 from protocol.ledger.events import Role
 from protocol.rounds import get_open_round, get_times
 from protocol.task import compute_epoch_pay_max
@@ -94,3 +95,18 @@ def test_a_role_survives_its_ledger_node_being_away_and_loses_nothing(tmp_path):
     outbox.close()
     events = [json.loads(line) for line in (tmp_path / "relay" / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["kind"] in ("started", "stopped")] == ["started", "stopped"]
+
+
+def test_only_a_submission_since_the_last_poll_asks_for_another_poll(tmp_path):
+    async def main():
+        async with start_network(tmp_path, BLOCK_SECONDS) as network:
+            ledger = await network.connect("somebody")
+            seen = [ledger.unsent]
+            await ledger.submit("beacon/1", RecordBeacon(1))
+            seen.append(ledger.unsent)
+            await ledger.poll()
+            seen.append(ledger.unsent)
+            await ledger.submit("beacon/1", RecordBeacon(1))
+            return [*seen, ledger.unsent]
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == [False, True, False, False]
