@@ -23,7 +23,7 @@ demo: $(STAMP) ## Run a whole network on this machine (about 4 minutes)
 	$(BIN)/troth demo $(ARGS)
 
 test: $(STAMP) ## Unit, property, vector, adversary and integration tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## The network end to end and other tests that take minutes
 	$(BIN)/python -m pytest -m slow
