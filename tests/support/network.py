@@ -211,6 +211,7 @@ class Network:
             account = "0x" + self.keys[name].account.hex()
             self.server.methods.call("devnet_fund", [account, hex(10**19)])
             self.server.methods.call("devnet_mint", [account, hex(10 * STAKE)])
+            self.server.methods.mine()
         return RoleSettings(
             directory=str(folder),
             stake=STAKE,
