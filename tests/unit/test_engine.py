@@ -118,8 +118,9 @@ def test_completions_end_at_a_stop_token_or_at_the_limit(engine):
 def assert_equal_but_near_ties(reference, requests, left, right):
     for request, a, b in zip(requests, left, right, strict=True):
         if a.tokens == b.tokens:
-            ulps = np.abs(a.hidden.astype(np.int64) - b.hidden.astype(np.int64))
-            assert ulps.max() <= 1
+            # One bf16 ulp, or the rounding noise of fp32 sums, which is many ulps of an entry that is nearly zero.
+            x, y = ((one.hidden.astype(np.uint32) << 16).view(np.float32) for one in (a, b))
+            assert np.allclose(x, y, rtol=2.0**-7, atol=1e-4)
             continue
         n = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
         logits, _ = prefill(reference, request, a.tokens)
