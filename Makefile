@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-slow lint format contracts contracts-check bench clean
+.PHONY: help venv demo test test-slow test-npm lint format contracts contracts-check bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ test: $(STAMP) ## Unit, property, vector, adversary and integration tests
 
 test-slow: $(STAMP) ## The network end to end and other tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-npm: $(STAMP) contracts-check ## Tests that need npm's compiler
+	$(BIN)/python -m pytest -m npm
 
 lint: $(STAMP) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
