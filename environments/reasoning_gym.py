@@ -70,6 +70,10 @@ class ReasoningGymEnvironment:
         question = str(self._entry(index)["question"]).encode()
         return tuple(question[-self._prompt_bytes_max :])
 
+    def respond(self, index: int, completion: Sequence[int]) -> tuple[int, ...]:
+        """Nothing: a stop token ends the completion."""
+        return ()
+
     def reward(self, index: int, completion: Sequence[int]) -> int:
         """`score_answer` of the completion's text up to the end token, in millionths.
 

@@ -74,6 +74,10 @@ class SortEnvironment:
         """The one completion that is rewarded: the digits in order, then the end token."""
         return (*(_ZERO + digit for digit in sorted(self._digits(index))), EOS)
 
+    def respond(self, index: int, completion: Sequence[int]) -> tuple[int, ...]:
+        """Nothing: a stop token ends the completion."""
+        return ()
+
     def reward(self, index: int, completion: Sequence[int]) -> int:
         """1,000,000 for the solution, else 0."""
         return REWARD_RIGHT if tuple(completion) == self.solution(index) else 0

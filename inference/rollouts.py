@@ -12,6 +12,7 @@ from typing import NamedTuple
 from protocol.assignment import compute_prompt_index, compute_sample_key
 from protocol.checks import Assignment, validate_groups, validate_quota
 from protocol.codec import PROTOCOL_VERSION
+from protocol.episodes import make_respond
 from protocol.identity import NetworkKey
 from protocol.messages import Bundle, Group, Sample, compute_bundle_root, make_domain, seal
 from protocol.ports import Engine, Environment, SampleRequest
@@ -46,7 +47,10 @@ def make_groups(spec: TaskSpec, environment: Environment, engine: Engine, assign
         index = compute_prompt_index(seed, environment.num_prompts)
         prompt = environment.prompt(index)
         indices.append(index)
-        requests += [SampleRequest(prompt, compute_sample_key(seed, number)) for number in range(spec.group_size)]
+        respond = make_respond(spec, environment, index)
+        requests += [
+            SampleRequest(prompt, compute_sample_key(seed, number), respond) for number in range(spec.group_size)
+        ]
     generations = engine.generate(
         requests,
         temperature=spec.sampling.temperature_milli / 1000,

@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protocol.assignment import compute_prompt_index, compute_sample_key, compute_slot_seed
 from protocol.codec import PROTOCOL_VERSION, decode
+from protocol.episodes import compute_sampled, validate_turns
 from protocol.errors import Fault, Ignore, Reason, Reject
 from protocol.ledger.state import Commitment, LedgerState, Task
 from protocol.messages import (
@@ -167,7 +171,7 @@ def validate_group(spec: TaskSpec, environment: Environment, assignment: Assignm
         )
     for number, sample in enumerate(group.samples):
         where = (index, number)
-        validate_tokens(spec, environment.vocab_size, sample.tokens, where)
+        validate_tokens(spec, environment, group.prompt_index, sample.tokens, where)
         reward = environment.reward(group.prompt_index, sample.tokens)
         if not 0 <= reward <= 1_000_000:
             raise Fault(f"environment returned a reward of {reward}, expected 0 to 1,000,000 millionths")
@@ -181,13 +185,16 @@ def validate_group(spec: TaskSpec, environment: Environment, assignment: Assignm
             )
 
 
-def validate_tokens(spec: TaskSpec, vocab_size: int, tokens: Sequence[int], where: tuple[int, ...]) -> None:
-    """A completion ends at its first stop token, or at max_tokens, and nowhere else.
+def validate_tokens(
+    spec: TaskSpec, environment: Environment, prompt_index: int, tokens: Sequence[int], where: tuple[int, ...]
+) -> None:
+    """A completion has valid tokens, the environment's own answers, and its right end (protocol.episodes).
 
     Raises:
-        Reject: `LENGTH`, `TOKEN_RANGE` or `TERMINATION`.
+        Reject: `LENGTH`, `TOKEN_RANGE`, `TERMINATION` or `RESPONSE`.
+        Fault: when the environment itself fails.
     """
-    stops = spec.sampling.stop_tokens
+    vocab_size = environment.vocab_size
     if not 1 <= len(tokens) <= spec.sampling.max_tokens:
         raise Reject(
             Reason.LENGTH,
@@ -199,16 +206,7 @@ def validate_tokens(spec: TaskSpec, vocab_size: int, tokens: Sequence[int], wher
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         bad = next(token for token in tokens if not 0 <= token < vocab_size)
         raise Reject(Reason.TOKEN_RANGE, "token id", observed=bad, limit=f"0 to {vocab_size - 1}", where=where)
-    if any(token in stops for token in tokens[:-1]):
-        raise Reject(Reason.TERMINATION, "completion goes on after a stop token", observed=tokens, where=where)
-    if tokens[-1] not in stops and len(tokens) < spec.sampling.max_tokens:
-        raise Reject(
-            Reason.TERMINATION,
-            "completion stops early without a stop token",
-            observed=f"{len(tokens)} tokens",
-            limit=f"a stop token, or {spec.sampling.max_tokens} tokens",
-            where=where,
-        )
+    validate_turns(spec, environment, prompt_index, tokens, where)
 
 
 def validate_groups(
@@ -228,7 +226,7 @@ def validate_groups(
             try:
                 validate_format(
                     sample.proofs,
-                    num_tokens=len(sample.tokens),
+                    num_tokens=len(compute_sampled(spec, environment, group.prompt_index, sample.tokens)),
                     hidden=hidden,
                     topk=spec.profile.topk,
                     chunk=spec.profile.chunk,
@@ -239,18 +237,39 @@ def validate_groups(
                 raise
 
 
-def make_requests(
-    environment: Environment, assignment: Assignment, groups: Sequence[Group]
-) -> tuple[list[SampleRequest], list[tuple[int, ...]]]:
-    """What a verifier prefills to audit groups: prompts rebuilt from the environment, keys from the beacon, and the
-    claimed completions, all samples of all groups in order."""
-    requests, completions = [], []
+class Replays(NamedTuple):
+    """What a verifier prefills: one entry per rollout in each list.
+
+    Attributes:
+        requests: prompts rebuilt from the environment, keys from the beacon.
+        completions: the claimed tokens.
+        sampled: positions of the tokens that were sampled, the others being the environment's.
+    """
+
+    requests: list[SampleRequest]
+    completions: list[tuple[int, ...]]
+    sampled: list[NDArray[np.int64]]
+
+
+def make_replays(spec: TaskSpec, environment: Environment, assignment: Assignment, groups: Sequence[Group]) -> Replays:
+    """What it takes to audit groups: all samples of all groups in order."""
+    replays = Replays([], [], [])
     for group in groups:
         prompt, seed = environment.prompt(group.prompt_index), assignment.seed(group.slot)
         for number, sample in enumerate(group.samples):
-            requests.append(SampleRequest(prompt, compute_sample_key(seed, number)))
-            completions.append(sample.tokens)
-    return requests, completions
+            replays.requests.append(SampleRequest(prompt, compute_sample_key(seed, number)))
+            replays.completions.append(sample.tokens)
+            replays.sampled.append(compute_sampled(spec, environment, group.prompt_index, sample.tokens))
+    return replays
+
+
+def count_sampled(spec: TaskSpec, environment: Environment, bundle: Bundle) -> int:
+    """Sampled tokens of a submission: what is paid by the token."""
+    return sum(
+        len(compute_sampled(spec, environment, group.prompt_index, sample.tokens))
+        for group in bundle.groups
+        for sample in group.samples
+    )
 
 
 def validate_match(profile: ProofProfile, match: ChunkMatch, where: tuple[int, ...]) -> None:
@@ -283,7 +302,7 @@ def validate_scored(spec: TaskSpec, groups: Sequence[Group], scored: Sequence[Sc
     """Judge audited groups by a verifier's own prefill: commitment match and Gumbel replay at every position.
 
     Args:
-        scored: one per sample, in the order of `make_requests`.
+        scored: one per sample, in the order of `make_replays`.
 
     Raises:
         Reject: `COMMITMENT_MISMATCH`, `REPLAY` or `NEAR_TIES`; the severest failure is raised first.

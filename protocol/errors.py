@@ -43,6 +43,7 @@ class Reason(IntEnum):
     SHARD = 23
     MANIFEST = 24
     QUOTA = 25
+    RESPONSE = 26
 
 
 #: Rejections whose evidence is exact (anybody who re-runs them gets the same answer on any machine) and that no honest

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.episodes import Respond
 from protocol.ledger.calls import Call
 from protocol.ledger.events import Logged
 from protocol.ledger.state import LedgerState
@@ -110,6 +111,13 @@ class Environment(Protocol):
         """Prompt tokens of a prompt index."""
         ...
 
+    def respond(self, index: int, completion: Sequence[int]) -> tuple[int, ...]:
+        """Tokens that follow a completion which ends in a stop token; empty when it is over (see protocol.episodes).
+
+        A function of its arguments. An infrastructure error raises `Fault`.
+        """
+        ...
+
     def reward(self, index: int, completion: Sequence[int]) -> int:
         """Reward of a completion in millionths, 0 to 1,000,000. An infrastructure error raises `Fault`, it is never 0."""
         ...
@@ -121,19 +129,22 @@ class SampleRequest(NamedTuple):
     Attributes:
         prompt: prompt token ids.
         key: the sample's 64-bit Philox key (see protocol.assignment).
+        respond: what follows a stop token (protocol.episodes); None when every stop token ends the completion.
     """
 
     prompt: tuple[int, ...]
     key: int
+    respond: Respond | None = None
 
 
 class Generation(NamedTuple):
     """One completion from an engine.
 
     Attributes:
-        tokens: completion token ids, stop token included.
-        hidden: uint16 bf16 bit patterns, shape [len(tokens), hidden]: the post-norm last hidden state from which each
-            token was sampled, the first row being the state behind the first completion token.
+        tokens: completion token ids, stop tokens and the environment's answers included.
+        hidden: uint16 bf16 bit patterns, shape [sampled, hidden]: the post-norm last hidden state from which each sampled
+            token was drawn, the first row being the state behind the first completion token. Without answers every
+            token is sampled.
     """
 
     tokens: tuple[int, ...]
@@ -144,7 +155,7 @@ class Engine(Protocol):
     """A generation engine that samples by replayable Gumbel noise (protocol.sampling)."""
 
     def load(self, folder: Path) -> None:
-        """Load a policy folder (config.json, model.safetensors). Atomic: on failure the old policy stays."""
+        """Load a policy folder (models.policy). Atomic: on failure the old policy stays."""
         ...
 
     def generate(
@@ -163,9 +174,9 @@ class Scored(NamedTuple):
     """A verifier's own prefill of one completion under the claimed policy.
 
     Attributes:
-        hidden: uint16 bf16 bit patterns, [num_tokens, hidden], same rows as `Generation.hidden`.
-        gaps: float64 [num_tokens], max(z) - z[token] with z = logits / T + gumbel; 0 where the replay hits.
-        logprobs: float64 [num_tokens], log softmax(logits / T) at the token.
+        hidden: uint16 bf16 bit patterns, [sampled, hidden], same rows as `Generation.hidden`.
+        gaps: float64 [sampled], max(z) - z[token] with z = logits / T + gumbel; 0 where the replay hits.
+        logprobs: float64 [sampled], log softmax(logits / T) at the token.
     """
 
     hidden: NDArray[np.uint16]
@@ -179,5 +190,16 @@ class Scorer(Protocol):
     def load(self, folder: Path) -> None: ...
 
     def score(
-        self, requests: Sequence[SampleRequest], completions: Sequence[Sequence[int]], *, temperature: float
-    ) -> list[Scored]: ...
+        self,
+        requests: Sequence[SampleRequest],
+        completions: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        sampled: Sequence[NDArray[np.int64]] | None = None,
+    ) -> list[Scored]:
+        """Prefill every completion once.
+
+        Args:
+            sampled: positions of the sampled tokens of each completion, ascending; None when all are.
+        """
+        ...

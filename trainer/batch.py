@@ -33,8 +33,9 @@ class TrainingGroup:
         leaf: its leaf hash in the node's commitment tree.
         policy_version: of the policy that sampled it.
         rewards_micro: int64 [group size], as the environment gives them.
-        logprobs: one float32 [tokens] per rollout: log-probabilities under the rollout's own policy at the task's
+        logprobs: one float32 [sampled] per rollout: log-probabilities under the rollout's own policy at the task's
             temperature, recomputed by the trainer.
+        sampled: positions of the sampled tokens of each completion, ascending; None when all are. Only they are trained.
     """
 
     key: GroupKey
@@ -44,6 +45,12 @@ class TrainingGroup:
     completions: tuple[tuple[int, ...], ...]
     rewards_micro: NDArray[np.int64]
     logprobs: tuple[NDArray[np.float32], ...]
+    sampled: tuple[NDArray[np.int64], ...] | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that are trained on."""
+        return sum(len(line) for line in (self.completions if self.sampled is None else self.sampled))
 
 
 def choose_batch(

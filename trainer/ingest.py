@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from models.policy import read_hidden_size
-from protocol.checks import get_assignment, make_requests, open_bundle, validate_groups, validate_quota, validate_scored
+from protocol.checks import get_assignment, make_replays, open_bundle, validate_groups, validate_quota, validate_scored
 from protocol.ledger.state import LedgerState, Task
 from protocol.messages import compute_leaf
 from protocol.ports import Environment, Scorer
@@ -91,8 +91,10 @@ def check_submission(
     bundle = open_bundle(spec, assignment, commitment, data, state.participants[account].network_key)
     validate_quota(assignment, bundle)
     validate_groups(spec, environment, assignment, bundle, loaded.hidden)
-    requests, completions = make_requests(environment, assignment, bundle.groups)
-    scored = loaded.scorer.score(requests, completions, temperature=spec.sampling.temperature_milli / 1000)
+    requests, completions, sampled = make_replays(spec, environment, assignment, bundle.groups)
+    scored = loaded.scorer.score(
+        requests, completions, temperature=spec.sampling.temperature_milli / 1000, sampled=sampled
+    )
     validate_scored(spec, bundle.groups, scored)
     size = spec.group_size
     return [
@@ -104,6 +106,7 @@ def check_submission(
             completions=tuple(sample.tokens for sample in group.samples),
             rewards_micro=np.array([sample.reward_micro for sample in group.samples], dtype=np.int64),
             logprobs=tuple(one.logprobs.astype(np.float32) for one in scored[index * size : (index + 1) * size]),
+            sampled=tuple(sampled[index * size : (index + 1) * size]),
         )
         for index, group in enumerate(bundle.groups)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class MicroBatch:
 
     Attributes:
         inputs: int64 [rollouts, width], prompts and completions without their last token.
-        targets / mask: int64 and bool [rollouts, width], the next token and whether it is a completion token.
+        targets / mask: int64 and bool [rollouts, width], the next token and whether it is a sampled token.
         old: float32 [rollouts, width], log-probabilities under the rollout's policy, 0 where masked.
         advantages: float32 [rollouts].
         first: lowest position whose logits matter.
@@ -38,6 +39,16 @@ class MicroBatch:
     first: int
 
 
+class _Row(NamedTuple):
+    """One rollout; `sampled` are positions in `tokens`, `logprobs` belong to them."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    sampled: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    advantage: float
+
+
 def make_micro_batches(
     groups: Sequence[TrainingGroup], advantages: NDArray[np.float32], tokens_max: int, device: str
 ) -> Iterator[MicroBatch]:
@@ -47,39 +58,43 @@ def make_micro_batches(
         advantages: float32 [groups, group size].
     """
     rows = [
-        (group.prompt, tokens, group.logprobs[number], float(advantages[index, number]))
+        _Row(
+            group.prompt,
+            tokens,
+            np.arange(len(tokens)) if group.sampled is None else group.sampled[number],
+            group.logprobs[number],
+            float(advantages[index, number]),
+        )
         for index, group in enumerate(groups)
         for number, tokens in enumerate(group.completions)
     ]
-    rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+    rows.sort(key=lambda row: len(row.prompt) + len(row.tokens))
     start = 0
     while start < len(rows):
         end = start + 1
-        while end < len(rows) and (len(rows[end][0]) + len(rows[end][1])) * (end + 1 - start) <= tokens_max:
+        while end < len(rows) and (len(rows[end].prompt) + len(rows[end].tokens)) * (end + 1 - start) <= tokens_max:
             end += 1
         yield _pad(rows[start:end], device)
         start = end
 
 
-def _pad(
-    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...], NDArray[np.float32], float]], device: str
-) -> MicroBatch:
-    width = max(len(prompt) + len(tokens) for prompt, tokens, _, _ in rows)
+def _pad(rows: Sequence[_Row], device: str) -> MicroBatch:
+    width = max(len(row.prompt) + len(row.tokens) for row in rows)
     inputs = np.zeros((len(rows), width), dtype=np.int64)
     mask = np.zeros((len(rows), width - 1), dtype=bool)
     old = np.zeros((len(rows), width - 1), dtype=np.float32)
-    for i, (prompt, tokens, logprobs, _) in enumerate(rows):
-        start, end = len(prompt), len(prompt) + len(tokens)
-        inputs[i, :end] = prompt + tokens
-        mask[i, start - 1 : end - 1] = True
-        old[i, start - 1 : end - 1] = logprobs
+    for i, row in enumerate(rows):
+        start = len(row.prompt)
+        inputs[i, : start + len(row.tokens)] = row.prompt + row.tokens
+        mask[i, row.sampled + start - 1] = True
+        old[i, row.sampled + start - 1] = row.logprobs
     return MicroBatch(
         torch.from_numpy(inputs[:, :-1].copy()).to(device),
         torch.from_numpy(inputs[:, 1:].copy()).to(device),
         torch.from_numpy(mask).to(device),
         torch.from_numpy(old).to(device),
-        torch.tensor([row[3] for row in rows], dtype=torch.float32, device=device),
-        min(len(row[0]) for row in rows) - 1,
+        torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
+        min(len(row.prompt) for row in rows) - 1,
     )
 
 

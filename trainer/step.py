@@ -195,7 +195,7 @@ class Learner:
     def _pack(self, groups: Sequence[TrainingGroup], advantages: NDArray[np.float32]) -> Minibatch:
         parts = list(make_micro_batches(groups, advantages, self.config.tokens_max, self.device))
         references = [None if self._reference is None else self._reference_logprobs(part) for part in parts]
-        return Minibatch(parts, references, sum(len(line) for group in groups for line in group.completions))
+        return Minibatch(parts, references, sum(group.num_sampled for group in groups))
 
     def _update(self, minibatch: Minibatch) -> Update:
         """One optimiser step over a minibatch; it is skipped when the gradient is not finite."""

@@ -14,7 +14,7 @@ import numpy as np
 from protocol.checks import (
     Assignment,
     get_assignment,
-    make_requests,
+    make_replays,
     validate_group,
     validate_match,
     validate_quota,
@@ -166,16 +166,18 @@ def _explain_numbers(
     spec, profile = task.spec, task.spec.profile
     sample = group.samples[rollout.sample]
     try:
-        validate_tokens(spec, environment.vocab_size, sample.tokens, (rollout.slot, rollout.sample))
-        requests, completions = make_requests(environment, assignment, [group])
+        validate_tokens(spec, environment, group.prompt_index, sample.tokens, (rollout.slot, rollout.sample))
+        requests, completions, sampled = make_replays(spec, environment, assignment, [group])
     except (Reject, IndexError) as error:  # no model can be asked about it; the group's own check has said so
         yield Check("activations", None, "no numbers", "", str(error))
         return
     try:
+        one = slice(rollout.sample, rollout.sample + 1)
         [scored] = scorer.score(
-            requests[rollout.sample : rollout.sample + 1],
-            completions[rollout.sample : rollout.sample + 1],
+            requests[one],
+            completions[one],
             temperature=spec.sampling.temperature_milli / 1000,
+            sampled=sampled[one],
         )
         [matches] = match_proofs(
             [scored.hidden],

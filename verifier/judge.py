@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from protocol.checks import (
+    Replays,
+    count_sampled,
     get_assignment,
-    make_requests,
+    make_replays,
     validate_groups,
     validate_quota,
     validate_scored,
@@ -22,7 +24,7 @@ from protocol.checks import (
 from protocol.errors import Fault, Ignore, Reason, Reject
 from protocol.ledger.state import LedgerState, Task
 from protocol.messages import Bundle, Finding, Group
-from protocol.ports import Environment, SampleRequest, Scored, Scorer
+from protocol.ports import Environment, Scored, Scorer
 from protocol.rounds import get_audited
 from protocol.verdict import Row, Status
 from verifier.evidence import open_served
@@ -48,8 +50,7 @@ class _Audit:
     account: bytes
     bundle: Bundle
     groups: list[Group]
-    requests: list[SampleRequest]
-    completions: list[tuple[int, ...]]
+    replays: Replays
 
 
 def get_status(error: Reject) -> Status:
@@ -98,9 +99,9 @@ def judge_round(
         except Fault as error:
             log.warning("round %d, node 0x%s: no verdict: %s", round_index, audit.account.hex(), error)
         else:
-            tokens = sum(len(sample.tokens) for group in audit.bundle.groups for sample in group.samples)
+            tokens = count_sampled(task.spec, environment, audit.bundle)
             rows.append(Row(audit.account, Status.GOOD, 0, len(audit.bundle.groups), tokens, len(audit.groups)))
-    audited = sum(len(completion) for audit in audits for completion in audit.completions)
+    audited = sum(len(positions) for audit in audits for positions in audit.replays.sampled)
     return Judgement(sorted(rows), findings, audited)
 
 
@@ -124,29 +125,31 @@ def _open(
     validate_groups(task.spec, environment, assignment, bundle, hidden)
     drawn = get_audited(state, task, round_index, account, chain_id=chain_id, ledger=ledger)
     groups = [bundle.groups[i] for i in drawn]
-    requests, completions = make_requests(environment, assignment, groups)
-    return _Audit(account, bundle, groups, requests, completions)
+    return _Audit(account, bundle, groups, make_replays(task.spec, environment, assignment, groups))
 
 
 def _score(audits: Sequence[_Audit], scorer: Scorer, temperature: float) -> list[tuple[_Audit, list[Scored]]]:
     """Prefill all audits in one call; if that fails, one by one, so that one node cannot void the others' verdicts."""
-    requests = [request for audit in audits for request in audit.requests]
-    completions = [completion for audit in audits for completion in audit.completions]
+    requests = [request for audit in audits for request in audit.replays.requests]
+    completions = [completion for audit in audits for completion in audit.replays.completions]
+    sampled = [positions for audit in audits for positions in audit.replays.sampled]
     try:
-        scored = scorer.score(requests, completions, temperature=temperature)
+        scored = scorer.score(requests, completions, temperature=temperature, sampled=sampled)
     except Fault as error:
         log.warning("prefill of the whole round failed, trying node by node: %s", error)
         return [pair for audit in audits if (pair := _score_alone(audit, scorer, temperature)) is not None]
     pairs, start = [], 0
     for audit in audits:
-        pairs.append((audit, scored[start : start + len(audit.requests)]))
-        start += len(audit.requests)
+        end = start + len(audit.replays.requests)
+        pairs.append((audit, scored[start:end]))
+        start = end
     return pairs
 
 
 def _score_alone(audit: _Audit, scorer: Scorer, temperature: float) -> tuple[_Audit, list[Scored]] | None:
+    requests, completions, sampled = audit.replays
     try:
-        return audit, scorer.score(audit.requests, audit.completions, temperature=temperature)
+        return audit, scorer.score(requests, completions, temperature=temperature, sampled=sampled)
     except Fault as error:
         log.warning("node 0x%s: no verdict: %s", audit.account.hex(), error)
         return None

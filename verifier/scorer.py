@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ from protocol.toploc import to_bf16_bits
 BATCH_TOKENS_MAX = 16_384
 #: Logits in memory at once, rows times vocabulary.
 LOGITS_MAX = 1 << 24
+
+
+class _Row(NamedTuple):
+    """One completion to score; `sampled` are positions in it."""
+
+    request: SampleRequest
+    completion: tuple[int, ...]
+    sampled: NDArray[np.int64]
 
 
 class TorchScorer:
@@ -59,7 +67,12 @@ class TorchScorer:
         self._model = load_model(folder, device=self._device, dtype=self._dtype)
 
     def score(
-        self, requests: Sequence[SampleRequest], completions: Sequence[Sequence[int]], *, temperature: float
+        self,
+        requests: Sequence[SampleRequest],
+        completions: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        sampled: Sequence[NDArray[np.int64]] | None = None,
     ) -> list[Scored]:
         """Score completions under the loaded policy; see protocol.ports.Scorer.
 
@@ -70,7 +83,14 @@ class TorchScorer:
             raise Fault("no policy is loaded: nothing can be scored")
         results: list[Scored | None] = [None] * len(requests)
         for batch in self._batches(requests, completions):
-            rows = [(requests[i], tuple(completions[i])) for i in batch]
+            rows = [
+                _Row(
+                    requests[i],
+                    tuple(completions[i]),
+                    np.arange(len(completions[i])) if sampled is None else sampled[i],
+                )
+                for i in batch
+            ]
             try:
                 scored_rows = self._score_batch(rows, temperature)
             except RuntimeError as error:  # torch's own: out of memory, a device that went away
@@ -91,19 +111,17 @@ class TorchScorer:
         if batch:
             yield batch
 
-    def _score_batch(self, rows: list[tuple[SampleRequest, tuple[int, ...]]], temperature: float) -> list[Scored]:
+    def _score_batch(self, rows: list[_Row], temperature: float) -> list[Scored]:
         hidden = self._prefill(rows)
         bits = to_bf16_bits(hidden.float().cpu().numpy())
-        keys = np.concatenate([np.full(len(c), r.key, dtype=np.uint64) for r, c in rows])
-        positions = np.concatenate([np.arange(len(c), dtype=np.int64) for _, c in rows])
-        tokens = np.concatenate([np.asarray(c, dtype=np.int64) for _, c in rows])
+        keys = np.concatenate([np.full(len(row.sampled), row.request.key, dtype=np.uint64) for row in rows])
+        positions = np.concatenate([row.sampled for row in rows])
+        tokens = np.concatenate([np.asarray(row.completion, dtype=np.int64)[row.sampled] for row in rows])
         self._require_tokens(tokens, self._count_tokens())
         gaps, logprobs = self._replay(hidden, keys, positions, tokens, temperature)
-        ends = np.cumsum([len(c) for _, c in rows])
-        return [
-            Scored(bits[end - len(c) : end], gaps[end - len(c) : end], logprobs[end - len(c) : end])
-            for (_, c), end in zip(rows, ends.tolist(), strict=True)
-        ]
+        ends = np.cumsum([len(row.sampled) for row in rows]).tolist()
+        parts = [slice(end - len(row.sampled), end) for row, end in zip(rows, ends, strict=True)]
+        return [Scored(bits[part], gaps[part], logprobs[part]) for part in parts]
 
     def _count_tokens(self) -> int:
         """Tokens that may be sampled."""
@@ -118,16 +136,16 @@ class TorchScorer:
             raise Fault(f"the policy has no token {bad}, limit {limit - 1}: it does not fit the task's environment")
 
     @torch.inference_mode()
-    def _prefill(self, rows: list[tuple[SampleRequest, tuple[int, ...]]]) -> torch.Tensor:
-        """Last hidden states behind every completion token, all rows concatenated: [tokens, hidden]."""
-        width = max(len(r.prompt) + len(c) - 1 for r, c in rows)
+    def _prefill(self, rows: list[_Row]) -> torch.Tensor:
+        """Last hidden states behind every sampled token, all rows concatenated: [sampled, hidden]."""
+        width = max(len(row.request.prompt) + len(row.completion) - 1 for row in rows)
         inputs = np.zeros((len(rows), width), dtype=np.int64)
         where_row, where_column = [], []
-        for i, (request, completion) in enumerate(rows):
-            sequence = request.prompt + completion[:-1]
+        for i, row in enumerate(rows):
+            sequence = row.request.prompt + row.completion[:-1]
             inputs[i, : len(sequence)] = sequence
-            where_row.append(np.full(len(completion), i))
-            where_column.append(np.arange(len(request.prompt) - 1, len(sequence)))
+            where_row.append(np.full(len(row.sampled), i))
+            where_column.append(row.sampled + len(row.request.prompt) - 1)
         self._require_tokens(inputs, self._model.get_input_embeddings().weight.shape[0])
         states = self._model.base_model(
             input_ids=torch.from_numpy(inputs).to(self._device), use_cache=False
