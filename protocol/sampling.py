@@ -69,3 +69,28 @@ def replay_gaps(z: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray[np
     gaps: NDArray[np.float64] = z.max(axis=1) - z[np.arange(len(tokens)), tokens]
     gaps[~np.isfinite(z).all(axis=1)] = np.inf
     return gaps
+
+
+def sample_tokens(
+    logits: NDArray[np.float32],
+    keys: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    *,
+    temperature: float,
+    vocab_size: int,
+) -> NDArray[np.int64]:
+    """The sampled token of each row, `choose(scores(...))`: int64 [n]."""
+    return choose(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size))
+
+
+def compute_gaps(
+    logits: NDArray[np.float32],
+    keys: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    *,
+    temperature: float,
+    vocab_size: int,
+) -> NDArray[np.float64]:
+    """The replay gap of each row's token, `replay_gaps(scores(...), tokens)`: float64 [n]."""
+    return replay_gaps(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size), tokens)
