@@ -95,7 +95,7 @@ def validate_turns(
                 where=where,
             )
         position += len(response)
-    if position != spec.sampling.max_tokens:
+    if position < spec.sampling.max_tokens:
         raise Reject(
             Reason.TERMINATION,
             "completion stops early without a stop token",

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 import protocol.checks
 import protocol.codec
+import protocol.episodes
 import protocol.identity
 import protocol.messages
 import protocol.toploc
@@ -36,6 +37,7 @@ from tests.support.twins import hash_policy
 MODULES = (
     protocol.checks,
     protocol.codec,
+    protocol.episodes,
     protocol.identity,
     protocol.messages,
     protocol.toploc,
@@ -185,7 +187,7 @@ def _long(tokens: tuple[int, ...]) -> tuple[int, ...]:
     return (*(token if token != EOS else 2 for token in tokens), *[2] * (7 - len(tokens)))
 
 
-_CHECKS, _TOPLOC = protocol.checks, protocol.toploc
+_CHECKS, _EPISODES, _TOPLOC = protocol.checks, protocol.episodes, protocol.toploc
 _REPLAY = (_CHECKS._replay_failures, Reason.REPLAY, "")
 
 
@@ -311,13 +313,13 @@ MUTATIONS = [
     ),
     Mutation(
         "early end",
-        ((_CHECKS.validate_tokens, Reason.TERMINATION, "early"),),
+        ((_EPISODES.validate_turns, Reason.TERMINATION, "early"),),
         _rewritten(lambda slot, number, tokens: tokens[:5]),
         frozenset({Reason.TERMINATION}),
     ),
     Mutation(
         "tokens after the end",
-        _replay_and((_CHECKS.validate_tokens, Reason.TERMINATION, "goes on")),
+        _replay_and((_EPISODES.validate_turns, Reason.TERMINATION, "goes on")),
         _rewritten(lambda slot, number, tokens: (EOS, *tokens[1:]) if len(tokens) > 1 else tokens),
         frozenset({Reason.TERMINATION}),
     ),

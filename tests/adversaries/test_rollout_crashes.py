@@ -39,11 +39,11 @@ class BrokenScorer:
     def load(self, folder):
         self.scorer.load(folder)
 
-    def score(self, requests, completions, *, temperature):
+    def score(self, requests, completions, *, temperature, sampled=None):
         self.calls += 1
         if self.victims is None or any(request.key in self.victims for request in requests):
             raise Fault("out of memory")
-        return self.scorer.score(requests, completions, temperature=temperature)
+        return self.scorer.score(requests, completions, temperature=temperature, sampled=sampled)
 
 
 class BrokenEnvironment:
@@ -55,6 +55,9 @@ class BrokenEnvironment:
 
     def prompt(self, index):
         return self.environment.prompt(index)
+
+    def respond(self, index, completion):
+        return self.environment.respond(index, completion)
 
     def reward(self, index, completion):
         if self.indices is None or index in self.indices:

@@ -155,7 +155,7 @@ def test_a_rollout_that_is_not_there(court, honest, slot, sample):
 
 def test_our_own_fault_is_no_failure_of_the_node(court, honest):
     class Broken:
-        def score(self, requests, completions, *, temperature):
+        def score(self, requests, completions, *, temperature, sampled=None):
             raise Fault("out of memory")
 
     checks = ask(court, court.submit(honest), honest.account, scorer=Broken())

@@ -285,6 +285,7 @@ class LyingEnvironment:
             inner.prompt,
         )
         self.calls = 0
+        self.respond = inner.respond
 
     def reward(self, index, completion):
         self.calls += 1
