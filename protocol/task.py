@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from protocol.adapter import WHOLE_POLICIES, Adapter, validate_adapter
 from protocol.codec import PROTOCOL_VERSION, Message, decode, encode, tagged_hash
 from protocol.errors import ConfigError, Reason, Reject
 
@@ -148,6 +149,7 @@ class TaskSpec(Message, frozen=True):
         verifiers_per_round: size of the drawn committee.
         trainer: ledger account that may record policies.
         token: address of the escrow token, 20 bytes.
+        adapter: whether policies are whole or adapters on the base policy.
     """
 
     version: int
@@ -168,6 +170,7 @@ class TaskSpec(Message, frozen=True):
     verifiers_per_round: int
     trainer: bytes
     token: bytes
+    adapter: Adapter = WHOLE_POLICIES
 
 
 class Terms(NamedTuple):
@@ -356,4 +359,5 @@ def validate_spec(spec: TaskSpec) -> None:
     _require(
         e.reward_base + e.reward_token > 0, "economics: reward_base and reward_token are both 0, nobody would be paid"
     )
+    validate_adapter(spec.adapter)
     _bounded("what an epoch can cost", compute_epoch_pay_max(spec), 1, 2**128 - 1)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from protocol.adapter import Adapter
 from protocol.codec import PROTOCOL_VERSION
 from protocol.errors import ConfigError
 from protocol.presets import PRESETS, PROFILE_FP32
@@ -44,6 +45,18 @@ class EscrowTable(Section):
     deposit: int = Field(gt=0)
 
 
+class AdapterTable(Section):
+    """LoRA; a rank of 0 means that policies are whole. `alpha` is twice the rank where it is not given."""
+
+    rank: int = 0
+    alpha: int | None = None
+    modules: list[str] = []
+
+    def to_adapter(self) -> Adapter:
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return Adapter(self.rank, alpha, tuple(sorted(self.modules)))
+
+
 class TaskTable(Section):
     """The whole file."""
 
@@ -61,6 +74,7 @@ class TaskTable(Section):
     environment: EnvironmentTable
     sampling: SamplingTable
     escrow: EscrowTable
+    adapter: AdapterTable = AdapterTable()
     profile: dict[str, Any] = {}
     schedule: dict[str, int] = {}
     economics: dict[str, int] = {}
@@ -138,6 +152,7 @@ def _build_spec(table: TaskTable, token: bytes, content_hash: Any) -> TaskSpec:
         verifiers_per_round=preset.verifiers_per_round,
         trainer=_hex("trainer", table.trainer, 20),
         token=token,
+        adapter=table.adapter.to_adapter(),
     )
     validate_spec(spec)
     needed = compute_epoch_pay_max(spec)

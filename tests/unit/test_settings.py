@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from protocol.adapter import WHOLE_POLICIES, Adapter
 from protocol.codec import encode
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, Reject
 from protocol.task import compute_epoch_pay_max, compute_terms, decode_spec
 from troth.settings import load_settings, parse_overrides
 from troth.task_file import load_task_file
@@ -81,6 +83,17 @@ def test_a_task_file_becomes_a_canonical_spec(tmp_path):
     assert deposit >= compute_epoch_pay_max(spec) == compute_terms(spec).epoch_pay_max
 
 
+def test_an_adapter_table_becomes_canonical_terms(tmp_path):
+    table = '[adapter]\nrank = 8\nmodules = ["v_proj", "q_proj"]\n[escrow]'
+    spec, _ = _load(tmp_path, TASK.replace("[escrow]", table))
+    assert spec.adapter == Adapter(8, 16, ("q_proj", "v_proj"))
+    assert decode_spec(encode(spec)) == spec
+    whole, _ = _load(tmp_path, TASK)
+    assert whole.adapter == WHOLE_POLICIES
+    with pytest.raises(Reject, match="not in canonical form"):
+        decode_spec(msgspec.msgpack.encode(msgspec.msgpack.decode(encode(whole))[:-1]))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "hint"),
     [
@@ -97,6 +110,12 @@ def test_a_task_file_becomes_a_canonical_spec(tmp_path):
         ("[escrow]", "[economics]\naudit_pmm = 3\n[escrow]", "did you mean economics.audit_ppm?"),
         ("[escrow]", "[profile]\ntopk = 0\n[escrow]", "profile.topk is 0, expected 1 to 1024"),
         ("[escrow]", '[profile]\ntopk = "many"\n[escrow]', "profile.topk is 'many', expected int"),
+        ("[escrow]", "[adapter]\nrank = 300\nmodules = ['q_proj']\n[escrow]", "adapter.rank is 300, expected 0 to 256"),
+        ("[escrow]", "[adapter]\nrank = 4\n[escrow]", "adapter.modules has 0 names, expected 1 to 16"),
+        ("[escrow]", "[adapter]\nrank = 4\nmodules = ['q.*']\n[escrow]", "adapter.modules names 'q.*'"),
+        ("[escrow]", "[adapter]\nrank = 4\nmodules = ['v', 'v']\n[escrow]", "each once"),
+        ("[escrow]", "[adapter]\nrank = 4\nalpha = 0\nmodules = ['v']\n[escrow]", "adapter.alpha is 0"),
+        ("[escrow]", "[adapter]\nmodules = ['q_proj']\n[escrow]", "adapter.rank is 0 (whole policies) but"),
         ("ab" * 32, "ab" * 31, "base_policy is 'abab"),
         ("0x" + "cd" * 20, "0xcd", "trainer is '0xcd', expected 20 bytes of hex"),
     ],
