@@ -1,20 +1,25 @@
 """Policy folders into torch modules: `config.json` and `model.safetensors`, never code, never pickle.
 
-Every tensor of the model must come from the file and every tensor of the file must be used; a tied output head is the one
-exception. Loading is all that roles share: the node decodes, the verifier prefills and the trainer differentiates by
-code of their own.
+A folder holds whole weights, or an adapter and a link to the folder of the whole weights it belongs to (`models.adapter`);
+whoever loads one need not know which: what comes out are the merged weights. Every tensor of the model must come from the
+file and every tensor of the file must be used; a tied output head is the one exception. Loading is all that roles share:
+the node decodes, the verifier prefills and the trainer differentiates by code of their own. `read_tensors` gives the same
+weights to engines that build their models themselves.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from models.adapter import WEIGHTS, get_base, is_adapter, merge_update, read_updates
 from protocol.errors import Fault
 
+__all__ = ["CONFIG", "WEIGHTS", "load_model", "read_config", "read_hidden_size", "read_tensors"]
+
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 CONFIG_BYTES_MAX = 1 << 20
 #: How far a rough count of a configuration's weights may exceed the file's before nothing is allocated for it.
 SIZE_RATIO_MAX = 4
@@ -22,12 +27,12 @@ SIZE_FREE = 1 << 20
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Parse a folder's config.json, bounded.
+    """Parse the config.json of a policy (of an adapter's base), bounded.
 
     Raises:
         Fault: when it is missing, too long, not a JSON object, names no architecture, or names code.
     """
-    path = folder / CONFIG
+    path = get_base(folder) / CONFIG
     try:
         size = path.stat().st_size
         if size > CONFIG_BYTES_MAX:
@@ -58,11 +63,33 @@ def _require_size(config: Any, num_weights: int) -> None:
         raise Fault(f"config.json implies about {implied} weights, the file holds {num_weights}")
 
 
+def read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The weights of a policy one by one, (name, torch tensor on the CPU), ascending by name; no model is built.
+
+    Tensors have the type of the file, those that an adapter changes are float32. Only one is in memory at a time, and
+    an adapter is checked in full before the first.
+
+    Raises:
+        Fault: when a file is missing or damaged, or an adapter does not fit its base.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    updates = read_updates(folder) if is_adapter(folder) else {}
+    path = get_base(folder) / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                yield name, merge_update(tensor, updates[name]) if name in updates else tensor
+    except (OSError, SafetensorError) as error:
+        raise Fault(f"{path} cannot be read: {error}") from None
+
+
 def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> Any:
     """Build a causal language model from a policy folder, in evaluation mode.
 
     Args:
-        folder: holds `config.json` and `model.safetensors`.
+        folder: holds `config.json` and `model.safetensors`, or an adapter and a link to such a folder.
         device: torch device, for example "cpu" or "cuda:0".
         dtype: torch dtype of parameters in memory, for example "float32"; the file's own does not matter.
 
@@ -70,13 +97,12 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
         Fault: when a file is missing, malformed, or does not fit the other. Nothing is initialised at random instead.
     """
     import torch
-    from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = read_config(folder)
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        tensors = load_file(folder / WEIGHTS, device=device)
+        tensors = dict(read_tensors(folder))
         _require_size(config, sum(tensor.numel() for tensor in tensors.values()))
         make: Any = AutoModelForCausalLM.from_config
         model = make(config, dtype=getattr(torch, dtype), trust_remote_code=False)
@@ -96,6 +122,29 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
             f"policy folder {folder}: weights do not fit config.json: {len(missing)} tensors missing {missing[:3]}, "
             f"{len(keys.unexpected_keys)} unknown {keys.unexpected_keys[:3]}"
         )
+    if is_adapter(folder):
+        require_linear(model, read_updates(folder))
     if tied:
         model.tie_weights()
     return model.eval()
+
+
+def require_linear(model: Any, names: Iterable[str]) -> None:
+    """Check that weights which an adapter changes are those of plain linear layers that nothing else shares.
+
+    An adapter on an embedding, or on a layer that stores its weight transposed, means something else to every library.
+
+    Raises:
+        Fault: naming the first that is not.
+    """
+    import torch
+
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    shared = {*tied, *tied.values()}
+    for name in names:
+        module = model.get_submodule(name.removesuffix(".weight"))
+        if type(module) is not torch.nn.Linear or name in shared:
+            raise Fault(
+                f"{name} belongs to a {type(module).__name__}{' with tied weights' if name in shared else ''}: adapters are "
+                "for linear layers of their own, such as q_proj"
+            )
