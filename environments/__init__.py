@@ -3,22 +3,28 @@
 A task names an entry of this registry, its arguments and a content hash; it never brings code. `content_hash` covers the
 entry, its arguments and the source files that decide prompts and rewards, so a node, a verifier and a trainer that
 would compute different rewards refuse the task instead of disagreeing about it. Modules are imported on first use.
-Neighbours: protocol.ports.Environment is what an entry gives, protocol.task.Environment is how a task names it.
+Files that an environment needs (a tokenizer, a data set) stand in its arguments by hash, so the content hash covers them
+and nobody needs them to compute it. Neighbours: protocol.ports.Environment is what an entry gives, protocol.task.Environment
+is how a task names it, environments.files finds files, environments.text is what environments of questions in text share.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from environments.files import Kind, find_files
 from protocol.codec import tagged_hash
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, Fault
 from protocol.ports import Environment
 from protocol.task import Environment as EnvironmentSpec
 
-#: Entry name -> module with `make(args) -> Environment` and `read_sources(args) -> list[(name, bytes)]`.
+#: Entry name -> module with `make(args, files) -> Environment`, `read_sources(args) -> list[(name, bytes)]` and, if it needs
+#: files, `list_files(args) -> dict[sha256 hex, Kind]`. `make` gets the contents of exactly those files, by hash.
 ENTRIES = {
     "sort": "environments.sort",
     "reasoning_gym": "environments.reasoning_gym",
@@ -52,8 +58,21 @@ def _parse_args(entry: str, args: str) -> dict[str, Any]:
     return table
 
 
+T = TypeVar("T")
+
+
+def _ask(entry: str, args: str, ask: Callable[[], T]) -> T:
+    """Run an environment's own code on arguments, which are a stranger's: whatever it chokes on, they are to blame."""
+    try:
+        return ask()
+    except (ConfigError, Fault):
+        raise
+    except Exception as error:
+        raise ConfigError(f"environment {entry} takes no arguments like {args[:80]!r}: {error}") from None
+
+
 def content_hash(entry: str, args: str) -> bytes:
-    """Hash of an installed environment with these arguments.
+    """Hash of an installed environment with these arguments. Needs none of its files.
 
     Args:
         entry: name in `ENTRIES`.
@@ -63,33 +82,43 @@ def content_hash(entry: str, args: str) -> bytes:
         ConfigError: for an unknown entry or arguments that it does not take.
     """
     parts = [entry.encode(), args.encode()]
-    for name, data in _get_module(entry).read_sources(_parse_args(entry, args)):
+    module, table = _get_module(entry), _parse_args(entry, args)
+    for name, data in _ask(entry, args, lambda: module.read_sources(table)):
         parts += [name.encode(), data]
     return tagged_hash("environment", *parts)
 
 
-def load(spec: EnvironmentSpec) -> Environment:
+def _list_files(spec: EnvironmentSpec) -> dict[str, Kind]:
+    module, table = _get_module(spec.entry), _parse_args(spec.entry, spec.args)
+    if not hasattr(module, "list_files"):
+        return {}
+    files: dict[str, Kind] = _ask(spec.entry, spec.args, lambda: module.list_files(table))
+    return files
+
+
+def needs_files(spec: EnvironmentSpec) -> list[str]:
+    """SHA-256, in hex, of the files an environment cannot be made without. Raises `ConfigError` like `content_hash`."""
+    return sorted(_list_files(spec))
+
+
+def load(spec: EnvironmentSpec, folders: Iterable[Path] = ()) -> Environment:
     """Make the environment a task names.
 
+    Args:
+        folders: where its files are looked for: the base policy's folder, and the participant's own.
+
     Raises:
-        ConfigError: when it is not installed, does not take these arguments, or is not the one the task was published
-            with (the message names both hashes).
+        ConfigError: when it is not installed, does not take these arguments, is not the one the task was published
+            with (the message names both hashes), or a file of it is missing or not what it should be.
+        Fault: when a file cannot be read.
     """
-    try:
-        installed = content_hash(spec.entry, spec.args)
-    except ConfigError:
-        raise
-    except Exception as error:  # arguments are a stranger's, and an environment's own code reads them
-        raise ConfigError(f"environment {spec.entry} takes no arguments like {spec.args[:80]!r}: {error}") from None
+    installed = content_hash(spec.entry, spec.args)
     if installed != spec.content_hash:
         raise ConfigError(
             f"environment {spec.entry} {spec.args} is not the one of this task: observed {installed.hex()}, "
             f"limit {spec.content_hash.hex()}; install the version of troth the task was published with"
         )
-    try:
-        environment: Environment = _get_module(spec.entry).make(_parse_args(spec.entry, spec.args))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"environment {spec.entry} takes no arguments like {spec.args[:80]!r}: {error}") from None
+    files = find_files(_list_files(spec), folders)
+    module, table = _get_module(spec.entry), _parse_args(spec.entry, spec.args)
+    environment: Environment = _ask(spec.entry, spec.args, lambda: module.make(table, files))
     return environment

@@ -1,98 +1,109 @@
-"""Any data set of the reasoning-gym package, read and answered in bytes.
+"""Any data set of the reasoning-gym package whose scorer can be run on a stranger's answer.
 
-Arguments: `dataset` (a registered name), `seed`, `size` (number of prompts), `config` (the set's own options) and
-`prompt_bytes_max`. Entry i of a set is a function of (seed, i) in that package, so every participant sees the same prompt.
-Tokens are the 256 byte values and one end token; a prompt longer than `prompt_bytes_max` bytes keeps its end. The reward is
-the set's own `score_answer`, clipped to 0..1, in millionths. When the package itself fails there is no reward at all
-(`Fault`): an infrastructure error is never a 0.
+Arguments: `dataset` (a registered name), `seed`, `size` (number of questions), `config` (the set's own options), and those of
+environments.text. Entry i of a set is a function of (seed, i) in that package, so every participant sees the same question.
+The reward is the set's own `score_answer`, clipped to 0..1, in millionths. When the package itself fails there is no reward
+at all (`Fault`): an infrastructure error is never a 0. Sets listed in `REFUSED` are not taken, with the reason.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from environments.arguments import Field, read_arguments
+from environments.files import Kind
+from environments.text import (
+    TEXT_FIELDS,
+    TextEnvironment,
+    TextOptions,
+    list_text_files,
+    make_codec,
+    read_options,
+    read_text_sources,
+    to_micro,
+)
 from protocol.errors import ConfigError, Fault
 
-EOS = 256
-VOCAB_SIZE = 257
 SIZE_MAX = 10_000_000
-PROMPT_BYTES_MAX = 65_536
 
-_DEFAULTS: dict[str, Any] = {"config": {}, "prompt_bytes_max": 4096, "seed": 0, "size": 10_000}
+_EVALUATES = "its scorer evaluates the answer as Python code"
+#: Sets of reasoning-gym 0.1.25 that are not taken, and why (tests/unit/test_environment_reasoning_gym.py looks at all of them).
+REFUSED: dict[str, str] = {
+    "binary_matrix": _EVALUATES,
+    "countdown": _EVALUATES,
+    "intermediate_integration": _EVALUATES,
+    "n_queens": _EVALUATES,
+    "polynomial_multiplication": _EVALUATES,
+    "puzzle24": _EVALUATES,
+    "simple_integration": _EVALUATES,
+    "spiral_matrix": _EVALUATES,
+    "string_insertion": _EVALUATES,
+}
+
+_FIELDS = {
+    "dataset": Field(str),
+    "seed": Field(int, 0, low=0, high=2**32 - 1),
+    "size": Field(int, 10_000, low=1, high=SIZE_MAX),
+    "config": Field(dict, {}),
+    **TEXT_FIELDS,
+}
 
 
-class ReasoningGymEnvironment:
-    """One data set.
+class ReasoningGym:
+    """The questions of one set; see `environments.text.Questions`.
 
     Args:
         dataset: name in reasoning_gym's registry.
         seed / size: as the package defines them.
         config: the set's own options.
-        prompt_bytes_max: longest prompt, in tokens (one a byte).
 
     Raises:
-        ConfigError: for a set that the package does not have, or options that it refuses.
+        ConfigError: for a set that the package does not have or that is refused, or options that it refuses.
     """
 
-    def __init__(self, dataset: str, *, seed: int, size: int, config: dict[str, Any], prompt_bytes_max: int) -> None:
-        self._dataset = _create(dataset, seed, size, config)
-        self._name = dataset
-        self._size = size
-        self._prompt_bytes_max = prompt_bytes_max
+    def __init__(self, dataset: str, *, seed: int, size: int, config: Mapping[str, Any]) -> None:
+        self.dataset = _create(dataset, seed, size, config)
+        self._name, self._size = dataset, size
         self._entry = lru_cache(maxsize=1024)(self._read_entry)
 
     @property
-    def num_prompts(self) -> int:
+    def num_questions(self) -> int:
         return self._size
 
-    @property
-    def vocab_size(self) -> int:
-        return VOCAB_SIZE
-
     def _read_entry(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self._size:
-            raise IndexError(f"prompt index is {index}, expected 0 to {self._size - 1}")
         try:
-            entry: dict[str, Any] = self._dataset[index]
-        except Exception as error:  # a stranger's code: whatever it raises, nobody is to blame
+            entry: dict[str, Any] = self.dataset[index]
+        except Exception as error:  # another package's code: whatever it raises, nobody is to blame
             raise Fault(f"reasoning_gym {self._name} gives no entry {index}: {error!r}") from error
         return entry
 
-    def prompt(self, index: int) -> tuple[int, ...]:
-        """UTF-8 bytes of the question, its last `prompt_bytes_max`."""
-        question = str(self._entry(index)["question"]).encode()
-        return tuple(question[-self._prompt_bytes_max :])
+    def question(self, index: int) -> str:
+        """The set's own text."""
+        return str(self._entry(index)["question"])
 
-    def respond(self, index: int, completion: Sequence[int]) -> tuple[int, ...]:
-        """Nothing: a stop token ends the completion."""
-        return ()
+    def known_answer(self, index: int) -> str | None:
+        """The set's own answer, where it gives one."""
+        answer = self._entry(index).get("answer")
+        return None if answer is None else str(answer)
 
-    def reward(self, index: int, completion: Sequence[int]) -> int:
-        """`score_answer` of the completion's text up to the end token, in millionths.
-
-        Raises:
-            Fault: when scoring fails or gives no finite number.
-        """
+    def grade(self, index: int, answer: str) -> int:
+        """`score_answer`. Raises `Fault` when it fails or gives no finite number."""
         entry = self._entry(index)
-        body = takewhile(lambda token: 0 <= token < EOS, completion)
-        answer = bytes(body).decode(errors="replace")
         try:
-            score = float(self._dataset.score_answer(answer, entry))
+            score = float(self.dataset.score_answer(answer, entry))
         except Exception as error:  # as above
             raise Fault(f"reasoning_gym {self._name} cannot score entry {index}: {error!r}") from error
-        if not math.isfinite(score):
-            raise Fault(f"reasoning_gym {self._name} scored entry {index} {score}, expected a number from 0 to 1")
-        return round(min(max(score, 0.0), 1.0) * 1_000_000)
+        return to_micro(f"reasoning_gym {self._name} entry {index}", score)
 
 
-def _create(dataset: str, seed: int, size: int, config: dict[str, Any]) -> Any:
+def _create(dataset: str, seed: int, size: int, config: Mapping[str, Any]) -> Any:
+    if dataset in REFUSED:
+        raise ConfigError(f"reasoning_gym {dataset} is not taken: {REFUSED[dataset]}; choose another set")
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -104,42 +115,39 @@ def _create(dataset: str, seed: int, size: int, config: dict[str, Any]) -> Any:
         near = difflib.get_close_matches(dataset, DATASETS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see reasoning_gym.factory.DATASETS"
         raise ConfigError(f"reasoning_gym has no data set {dataset!r}: {hint}")
+    for name in ("seed", "size"):
+        if name in config:
+            raise ConfigError(f"reasoning_gym: {name} belongs beside config, not in it")
     try:
         return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **config)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"reasoning_gym {dataset} refuses its options {config}: {error}") from None
 
 
-def _validate(args: dict[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(args) - {"dataset", *_DEFAULTS})
-    if unknown:
-        raise ConfigError(f"reasoning_gym: unknown argument {unknown[0]!r}, expected dataset, {', '.join(_DEFAULTS)}")
-    merged = {**_DEFAULTS, **args}
-    for name, kind in (("dataset", str), ("config", dict), ("seed", int), ("size", int), ("prompt_bytes_max", int)):
-        if type(merged.get(name)) is not kind:
-            raise ConfigError(f"reasoning_gym: {name} is {merged.get(name)!r}, expected {kind.__name__}")
-    for name, high in (("size", SIZE_MAX), ("prompt_bytes_max", PROMPT_BYTES_MAX)):
-        if not 1 <= merged[name] <= high:
-            raise ConfigError(f"reasoning_gym: {name} is {merged[name]}, expected 1 to {high}")
-    for name in ("seed", "size"):
-        if name in merged["config"]:
-            raise ConfigError(f"reasoning_gym: {name} belongs beside config, not in it")
-    return merged
+def _read(args: Mapping[str, Any]) -> tuple[ReasoningGym, TextOptions]:
+    table = read_arguments("reasoning_gym", args, _FIELDS)
+    questions = ReasoningGym(table["dataset"], seed=table["seed"], size=table["size"], config=table["config"])
+    return questions, read_options("reasoning_gym", table)
 
 
-def make(args: dict[str, Any]) -> ReasoningGymEnvironment:
+def make(args: Mapping[str, Any], files: Mapping[str, bytes]) -> TextEnvironment:
     """Environment of task arguments; see the module's head. Raises `ConfigError`."""
-    return ReasoningGymEnvironment(**_validate(args))
+    questions, options = _read(args)
+    return TextEnvironment(questions, make_codec(options, files), options)
 
 
-def read_sources(args: dict[str, Any]) -> list[tuple[str, bytes]]:
-    """What decides prompts and rewards: this file, the set's own module, and the package's version."""
-    table = _validate(args)
-    made = _create(table["dataset"], table["seed"], table["size"], table["config"])
-    module = Path(str(sys.modules[type(made).__module__].__file__))
-    version = importlib.metadata.version("reasoning-gym")
+def list_files(args: Mapping[str, Any]) -> dict[str, Kind]:
+    """The tokenizer, if one is named. Raises `ConfigError`."""
+    return list_text_files(read_options("reasoning_gym", read_arguments("reasoning_gym", args, _FIELDS)))
+
+
+def read_sources(args: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    """What decides prompts and rewards: this file, the set's own module, the text modules, and versions of packages."""
+    questions, options = _read(args)
+    module = Path(str(sys.modules[type(questions.dataset).__module__].__file__))
     return [
         ("reasoning_gym.py", Path(__file__).read_bytes()),
-        (type(made).__module__, module.read_bytes()),
-        ("version", version.encode()),
+        (type(questions.dataset).__module__, module.read_bytes()),
+        *((name, importlib.metadata.version(name).encode()) for name in ("reasoning-gym", "sympy")),
+        *read_text_sources(options),
     ]

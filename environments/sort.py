@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,8 @@ def render(tokens: Sequence[int]) -> str:
     return "".join(VOCABULARY[token] if 0 <= token < len(VOCABULARY) else f"<{token}>" for token in tokens)
 
 
-def make(args: dict[str, Any]) -> SortEnvironment:
-    """Environment of task arguments `{"digits": N}`.
+def make(args: dict[str, Any], files: Mapping[str, bytes]) -> SortEnvironment:
+    """Environment of task arguments `{"digits": N}`. It needs no files.
 
     Raises:
         ConfigError: for any other argument.
@@ -105,5 +105,5 @@ def make(args: dict[str, Any]) -> SortEnvironment:
 
 def read_sources(args: dict[str, Any]) -> list[tuple[str, bytes]]:
     """What decides prompts and rewards: this file."""
-    make(args)
+    make(args, {})
     return [("sort.py", Path(__file__).read_bytes())]

@@ -9,7 +9,7 @@ import pytest
 
 import environments
 from environments.sort import EOS, VOCABULARY, SortEnvironment, render
-from protocol.errors import ConfigError, Fault
+from protocol.errors import ConfigError
 from protocol.task import Environment as EnvironmentSpec
 
 LEGS = '{"dataset":"leg_counting","seed":3,"size":50}'
@@ -124,8 +124,19 @@ def test_another_version_of_an_environment_is_refused_with_both_hashes():
         ("reasoning_gym", "{}"),
         ("reasoning_gym", '{"dataset":"leg_countin"}'),
         ("reasoning_gym", '{"dataset":"leg_counting","size":0}'),
-        ("reasoning_gym", '{"dataset":"leg_counting","prompt_bytes_max":0}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","prompt_tokens_max":0}'),
         ("reasoning_gym", '{"config":{"seed":1},"dataset":"leg_counting"}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","seed":-1}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","size":true}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","template":"no place for it"}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","template":"{question}{question}"}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","tokenizer":"../../tokenizer.json"}'),
+        ("reasoning_gym", '{"answer":"xml","dataset":"leg_counting"}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","length":{"alpha_micro":1,"targets":[]}}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","length":{"alpha_micro":1,"targets":[0]}}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","length":{"alpha_micro":0.5,"targets":[9]}}'),
+        ("reasoning_gym", '{"dataset":"leg_counting","length":{"alpha_micro":1,"note":"no place","targets":[9]}}'),
+        ("reasoning_gym", '{"dataset":"countdown"}'),
         ("reasoning_gym", '{"config":{"nonsense":1},"dataset":"leg_counting"}'),
         ("reasoning_gym", '{"config":{"min_animals":-4},"dataset":"leg_counting"}'),
     ],
@@ -139,45 +150,3 @@ def test_what_an_environment_does_not_take_is_a_config_error(entry, args):
 def test_a_near_miss_of_a_data_sets_name_gets_a_hint():
     with pytest.raises(ConfigError, match="did you mean leg_counting"):
         environments.content_hash("reasoning_gym", '{"dataset":"leg_countin"}')
-
-
-def test_reasoning_gym_rewards_the_answer_and_bounds_prompts():
-    environment = make("reasoning_gym", LEGS)
-    answer = environment._entry(2)["answer"]
-    assert environment.reward(2, (*answer.encode(), 256)) == 1_000_000
-    assert environment.reward(2, (*answer.encode(), 256, 65)) == 1_000_000
-    assert environment.reward(2, (*b"banana", 256)) < 1_000_000
-    assert environment.reward(2, (255, 254, 256)) < 1_000_000  # bytes that are no text are an answer like any other
-    assert environment.vocab_size == 257
-    assert max(environment.prompt(2)) < 256
-    short = make("reasoning_gym", '{"dataset":"leg_counting","prompt_bytes_max":16,"seed":3,"size":50}')
-    assert short.prompt(2) == environment.prompt(2)[-16:]
-    with pytest.raises(IndexError):
-        environment.prompt(50)
-
-
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), "raise"])
-def test_a_grader_that_fails_gives_no_reward(score):
-    environment = make("reasoning_gym", LEGS)
-
-    class Broken:
-        def __getitem__(self, index):
-            return {"question": "?", "answer": "!"}
-
-        def score_answer(self, answer, entry):
-            if score == "raise":
-                raise TimeoutError("grader")
-            return score
-
-    environment._dataset = Broken()
-    with pytest.raises(Fault):
-        environment.reward(1, (65, 256))
-
-
-@pytest.mark.parametrize(("score", "micro"), [(2.0, 1_000_000), (-1.0, 0), (0.25, 250_000), (True, 1_000_000)])
-def test_scores_are_clipped_to_millionths(score, micro):
-    environment = make("reasoning_gym", LEGS)
-    environment._dataset = type(
-        "Set", (), {"__getitem__": lambda s, i: {"question": "?"}, "score_answer": lambda s, a, e: score}
-    )()
-    assert environment.reward(1, (65, 256)) == micro
