@@ -11,6 +11,7 @@ from collections.abc import Callable
 from inference.background import Background
 from inference.journal import Journal, Record
 from inference.reports import explain_round
+from inference.twin import name_commit
 from protocol.errors import Fault, Ignore, Reject
 from protocol.ledger.calls import CommitRoot
 from protocol.ledger.state import Task
@@ -35,11 +36,13 @@ class Delivery:
         blobs: BlobStore,
         background: Background,
         events: Callable[[str, dict[str, object]], None],
+        rejected: Callable[[dict[str, object]], None] = lambda fields: None,
     ) -> None:
         self._ledger = ledger
         self._blobs = blobs
         self._background = background
         self._events = events
+        self._rejected = rejected
         self._uploaded: dict[int, int] = {}
         self._refused: dict[int, int] = {}
         self._told: set[tuple[int, str]] = set()
@@ -54,19 +57,29 @@ class Delivery:
     async def commit(self, task: Task, record: Record) -> None:
         """Put a durable bundle's root on the ledger (idempotent by its intent)."""
         call = CommitRoot(task.task, record.round_index, record.root, record.leaves, record.policy)
-        await self._ledger.submit(_intent(task, record.round_index), call)
+        await self._ledger.submit(name_commit(task.task, record.round_index), call)
 
-    async def step(self, task: Task, journal: Journal) -> None:
-        """Move every bundle on."""
+    def describe(self, task: Task, round_index: int) -> str:
+        """How far a round's bundle has come, in words."""
+        account = self._ledger.account
+        if account in task.receipts.get(round_index, {}):
+            return f"round {round_index} is committed, delivered and receipted"
+        if account not in task.commitments.get(round_index, {}):
+            return f"the root of round {round_index} is on its way to the ledger"
+        where = "at a relay, no receipt yet" if round_index in self._uploaded else "not delivered yet"
+        return f"round {round_index} is committed, its bundle is {where}"
+
+    async def step(self, task: Task, journal: Journal, *, may_sign: bool = True) -> None:
+        """Move every bundle on. Unless `may_sign`, no root is sent; what is on the ledger is still delivered."""
         for record in sorted(journal.records.values()):
-            await self._step_record(task, journal, record)
+            await self._step_record(task, journal, record, may_sign)
         self._judge(task, journal)
         kept = journal.records
         self._told = {note for note in self._told if note[0] in kept}
         self._uploaded = {index: block for index, block in self._uploaded.items() if index in kept}
         self._refused = {index: count for index, count in self._refused.items() if index in kept}
 
-    async def _step_record(self, task: Task, journal: Journal, record: Record) -> None:
+    async def _step_record(self, task: Task, journal: Journal, record: Record, may_sign: bool) -> None:
         index, times = record.round_index, get_times(task, record.round_index)
         block = self._ledger.state.block_number
         seen = task.commitments.get(index, {}).get(self._ledger.account)
@@ -75,7 +88,7 @@ class Delivery:
             self._tell("other_root", index, text=text)
             journal.drop(index)
         elif seen is None:
-            await self._step_commitment(task, journal, record)
+            await self._step_commitment(task, journal, record, may_sign)
         elif self._ledger.account in task.receipts.get(index, {}):
             self._tell("receipted", index)
             final = task.final
@@ -87,16 +100,16 @@ class Delivery:
         elif self._upload_due(index, block):
             self._background.start(("upload", index), lambda: self._upload(task, record))
 
-    async def _step_commitment(self, task: Task, journal: Journal, record: Record) -> None:
+    async def _step_commitment(self, task: Task, journal: Journal, record: Record, may_sign: bool) -> None:
         """A bundle whose root is not on the ledger: submit it while there is time, drop it when it was refused."""
         index, deadline = record.round_index, get_times(task, record.round_index).commit_deadline
-        outcome = self._ledger.outcome(_intent(task, index))
+        outcome = self._ledger.outcome(name_commit(task.task, index))
         late = outcome.status == "unknown" and self._ledger.state.block_number + 1 > deadline
         if outcome.status == "reverted" or late:
             text = outcome.error or f"not committed by block {deadline}"
             self._tell("commit_refused", index, text=text)
             journal.drop(index)
-        elif outcome.status == "unknown":
+        elif outcome.status == "unknown" and may_sign:
             await self.commit(task, record)
 
     def _upload_due(self, index: int, block: int) -> bool:
@@ -152,7 +165,3 @@ class Delivery:
         return self._background.start(
             ("explain", index), lambda: explain_round(self._ledger, self._blobs, task, index, self._events)
         )
-
-
-def _intent(task: Task, round_index: int) -> str:
-    return f"commit/{task.task.hex()}/{round_index}"

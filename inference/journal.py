@@ -1,8 +1,9 @@
 """What a node must find again after kill -9: who it was, and the exact bytes it committed to.
 
-Layout of the folder: `journal.json` (task, account, first round it may sign in, last round whose verdict was told) and
-`<round>.bundle` (the sealed bundle). A bundle is on disk, synced, before its root goes to the ledger, so a restart
-uploads identical bytes and never makes a second root. Every write is temp, fsync, rename, directory fsync.
+Layout of the folder: `journal.json` (task, account, first round it may sign in, last round whose verdict was told, what
+other machines were seen to send), `<round>.bundle` (the sealed bundle) and the parts of a round in progress
+(inference.parts). A bundle is on disk, synced, before its root goes to the ledger, so a restart uploads identical bytes
+and never makes a second root. Every write is temp, fsync, rename, directory fsync.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Journal:
         existed: whether an earlier run left a journal here.
         first_round: earliest round this directory may sign in.
         judged_round: newest round whose verdict was told to the operator, -1 at first.
+        foreign_round / foreign_record: newest round and node record of this account, known to come from another
+            machine, for which a round was watched already; -1 at first.
 
     Raises:
         ConfigError: when the directory belongs to another task or account, or to a newer version of the software.
@@ -70,11 +73,12 @@ class Journal:
 
     def __init__(self, directory: Path, task: bytes, account: bytes) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
+        self.directory = directory
         self._path = directory / "journal.json"
         self._names = {"version": JOURNAL_VERSION, "task": task.hex(), "account": account.hex()}
         self.existed = self._path.exists()
         self.first_round, self.judged_round = 0, -1
+        self.foreign_round, self.foreign_record = -1, -1
         if self.existed:
             self._read()
         self.records: dict[int, Record] = {}
@@ -86,6 +90,8 @@ class Journal:
         try:
             table = json.loads(self._path.read_text())
             self.first_round, self.judged_round = int(table["first_round"]), int(table["judged_round"])
+            self.foreign_round = int(table.get("foreign_round", -1))
+            self.foreign_record = int(table.get("foreign_record", -1))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._path} is not a node's journal ({error!r}): use another directory") from None
         for name, value in self._names.items():
@@ -107,12 +113,18 @@ class Journal:
 
     def save(self) -> None:
         """Write `journal.json`. Raises `Fault` when the disk refuses."""
-        table = {**self._names, "first_round": self.first_round, "judged_round": self.judged_round}
+        table = {
+            **self._names,
+            "first_round": self.first_round,
+            "judged_round": self.judged_round,
+            "foreign_round": self.foreign_round,
+            "foreign_record": self.foreign_record,
+        }
         write_atomic(self._path, json.dumps(table).encode())
 
     def add(self, bundle: Bundle, root: bytes, data: bytes) -> Record:
         """Make a sealed bundle durable. Raises `Fault` when the disk refuses."""
-        path = self._directory / f"{bundle.round}.bundle"
+        path = self.directory / f"{bundle.round}.bundle"
         write_atomic(path, data)
         record = Record(bundle.round, root, len(bundle.groups), bundle.policy, path)
         self.records[bundle.round] = record

@@ -34,11 +34,19 @@ class Prefetch:
         self._background = background
         self._events = events
         self._folders: dict[int, Path] = {}
-        self._told: set[int] = set()
+        self._errors: dict[int, str] = {}
 
     def get(self, version: int) -> Path | None:
         """The folder of a fetched version, None while it is not here."""
         return self._folders.get(version)
+
+    def forget(self, version: int) -> None:
+        """A folder turned out to be unusable: fetch it again when it is wanted next."""
+        self._folders.pop(version, None)
+
+    def missing_text(self, version: int) -> str:
+        """Why a version is not here yet, as far as it is known."""
+        return self._errors.get(version, "it is being fetched")
 
     def want(self, task: Task, version: int) -> None:
         """Fetch a version in the background unless it is here; a failed fetch is tried again at the next call."""
@@ -49,10 +57,11 @@ class Prefetch:
             try:
                 folder = await self._policies.fetch(task.task, version)
             except (Fault, Ignore, Reject) as error:
-                if version not in self._told:
-                    self._told.add(version)
+                if version not in self._errors:
                     self._events("policy_missing", {"version": version, "text": str(error)})
+                self._errors[version] = str(error)
                 return
+            self._errors.pop(version, None)
             self._folders[version] = folder
             self._events("policy_fetched", {"version": version, "policy": task.policies[version].policy})
 
@@ -69,3 +78,4 @@ class Prefetch:
             self.want(task, version)
         for version in [version for version in self._folders if version < needed - 1]:
             del self._folders[version]
+        self._errors = {version: text for version, text in self._errors.items() if version >= needed - 1}

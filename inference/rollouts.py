@@ -1,12 +1,13 @@
 """One round's work of one node as a function: assignment in, groups with commitments out.
 
-Everything is batched over the whole submission. Neighbours: protocol.assignment fixes prompts and keys, an Engine samples,
+Everything is batched over the slots of one call. Neighbours: protocol.assignment fixes prompts and keys, an Engine samples,
 the Environment rewards, protocol.toploc commits; inference.worker decides when.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from protocol.assignment import compute_prompt_index, compute_sample_key
@@ -34,15 +35,25 @@ class Made(NamedTuple):
     cpu_commitment_s: float
 
 
-def make_groups(spec: TaskSpec, environment: Environment, engine: Engine, assignment: Assignment) -> Made:
-    """Generate, reward and commit every slot of an assignment under the policy that `engine` has loaded.
+def make_groups(
+    spec: TaskSpec,
+    environment: Environment,
+    engine: Engine,
+    assignment: Assignment,
+    slots: Sequence[int] | None = None,
+) -> Made:
+    """Generate, reward and commit slots of an assignment under the policy that `engine` has loaded.
+
+    Args:
+        slots: which ones, at least one; every slot of the quota when None.
 
     Raises:
         Fault: when the engine or the environment fails.
     """
     started = time.thread_time()
     indices, requests = [], []
-    for slot in range(assignment.quota):
+    chosen = list(range(assignment.quota)) if slots is None else list(slots)
+    for slot in chosen:
         seed = assignment.seed(slot)
         index = compute_prompt_index(seed, environment.num_prompts)
         prompt = environment.prompt(index)
@@ -60,8 +71,8 @@ def make_groups(spec: TaskSpec, environment: Environment, engine: Engine, assign
     generated = time.thread_time()
     proofs = build_proofs([one.hidden for one in generations], topk=spec.profile.topk, chunk=spec.profile.chunk)
     groups = []
-    for slot, index in enumerate(indices):
-        rows = range(slot * spec.group_size, (slot + 1) * spec.group_size)
+    for number, (slot, index) in enumerate(zip(chosen, indices, strict=True)):
+        rows = range(number * spec.group_size, (number + 1) * spec.group_size)
         samples = tuple(
             Sample(generations[row].tokens, environment.reward(index, generations[row].tokens), proofs[row])
             for row in rows

@@ -1,31 +1,44 @@
 """The rollout node: joins a task, makes what each round assigns to it, commits, then uploads.
 
-Order of things in a round, each step durable before the next: policy fetched and loaded -> groups made and checked as a
-verifier will check them -> sealed bundle on disk -> root on the ledger, final -> bundle to a relay until it is receipted.
-`step` looks at the ledger and at the journal and does what is due, so that a restart after kill -9 needs no other path.
+Order of things in a round, each step durable before the next: policy fetched, loaded and its bytes verified -> groups made
+chunk by chunk -> all of them checked as a verifier will check them -> sealed bundle on disk -> root on the ledger, final ->
+bundle to a relay until it is receipted. `step` looks at the ledger and at the journal and does what is due, so that a
+restart after kill -9 needs no other path and makes only the slots that are missing.
 
 Guarantees: never a second root per (task, round); never a root over work that the node can see is wrong, or whose bytes are
-not on disk. Neighbours: inference.rollouts makes the groups, inference.journal keeps the bytes, protocol.checks and
-protocol.rounds are the rules. `_policy_folder`, `_make_groups` and `_finish` are the seams where adversaries differ.
+not on disk; nothing is signed while another machine uses the same keys; after every step the status file says what is
+done and, if nothing, why. Neighbours: inference.making makes the groups, inference.twin looks for other machines,
+inference.delivery brings bundles away. `_policy_folder`, `_verify`, `_make_groups` and `_finish` are the seams where
+adversaries differ.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from inference.background import Background
 from inference.delivery import Delivery
 from inference.journal import Journal, Record
+from inference.making import CHUNK_ROLLOUTS_MIN, Maker, RoundWork
 from inference.prefetch import Prefetch
 from inference.rollouts import Made, make_bundle, make_groups, seal_bundle, validate_own
-from protocol.checks import Assignment, get_assignment
+from inference.schedule import (
+    describe_membership,
+    describe_rest,
+    describe_round,
+    describe_waiting,
+    get_oldest_version,
+    get_open_rounds,
+    get_own_assignment,
+)
+from inference.status import Condition, StatusFile
+from inference.twin import TwinGuard, find_foreign_record, name_commit
+from protocol.checks import Assignment
 from protocol.errors import Fault, Ignore, Reject
 from protocol.identity import NetworkKey
 from protocol.ledger.calls import Join
-from protocol.ledger.events import Role
 from protocol.ledger.state import Task
 from protocol.messages import Group
 from protocol.ports import BlobStore, Engine, Environment, Ledger, PolicyStore
@@ -46,6 +59,12 @@ class NodeWorker:
         slots: groups per round to declare when joining; 0 declares the most the task allows.
         directory: this role's folder; the journal of a task is a subfolder.
         events: operator events, `events(kind, fields)`.
+        status: where the node says what it does; `status.json` in `directory` when None.
+        verify_policy: `verify_policy(folder, policy hash)` raises `Fault` when a folder's bytes are not that policy.
+        hold: a reason from outside not to begin work now, empty for none.
+        claim: puts a new node record on the ledger; called when this machine takes an account over from another.
+        made_by: engine and numeric settings in words.
+        chunk_rollouts: rollouts made in one call of the engine at first.
     """
 
     def __init__(
@@ -61,6 +80,12 @@ class NodeWorker:
         directory: Path,
         events: Callable[[str, dict[str, object]], None],
         slots: int = 0,
+        status: StatusFile | None = None,
+        verify_policy: Callable[[Path, bytes], None] | None = None,
+        hold: Callable[[], str] = lambda: "",
+        claim: Callable[[], Awaitable[None]] | None = None,
+        made_by: str = "",
+        chunk_rollouts: int = CHUNK_ROLLOUTS_MIN,
     ) -> None:
         self._ledger = ledger
         self._task_id = task
@@ -70,35 +95,44 @@ class NodeWorker:
         self._slots = slots
         self._directory = directory / f"node-{task.hex()[:16]}"
         self._events = events
+        self._verify_policy, self._hold, self._claim = verify_policy, hold, claim
+        self._status = status or StatusFile(directory / "status.json")
         self._background = Background()
         self._prefetch = Prefetch(policies, self._background, events)
-        self._delivery = Delivery(ledger, blobs, self._background, events)
+        self._delivery = Delivery(ledger, blobs, self._background, events, self._status.add_rejection)
+        self._maker = Maker(engine, self._directory, made_by, self._verify, chunk_rollouts)
+        self._guard = TwinGuard(ledger)
         self._journal: Journal | None = None
-        self._loaded: Path | None = None
-        self._closed_rounds: set[int] = set()
+        self._closed_rounds: dict[int, str] = {}
         self._attempts: dict[int, int] = {}
         self._told: set[tuple[int, str]] = set()
-        self._work_blocks = 0
-        self._work_started: int | None = None
 
     async def step(self) -> None:
         """Do what is due. Called after every poll of the ledger."""
         self._background.reap()
         task = self._ledger.state.tasks.get(self._task_id)
         if task is None:
-            self._idle(-1, f"task {self._task_id.hex()} is not on the ledger (yet)")
+            text = f"task {self._task_id.hex()} is not on the ledger (yet)"
+            self._idle(-1, text)
+            self._say(Condition("waiting_task", text, "the task is published, or this ledger node catches up"))
             return
-        self._measure()
         journal = self._open_journal(task)
         if self._open_rounds(task).start < get_end_round(task):
-            self._prefetch.update(task, self._oldest_version(task))
-        await self._join(task)
-        await self._delivery.step(task, journal)
-        for round_index in self._open_rounds(task):
-            if round_index not in self._closed_rounds and await self._work_round(task, journal, round_index):
-                break
-        await self._delivery.step(task, journal)
+            self._prefetch.update(task, get_oldest_version(task, self._open_rounds(task).start))
+        refusal = self._check_guard(task, journal)
+        if not refusal:
+            await self._join(task)
+        await self._delivery.step(task, journal, may_sign=not refusal)
+        if not refusal:
+            for round_index in self._open_rounds(task):
+                if round_index not in self._closed_rounds and await self._work_round(task, journal, round_index):
+                    break
+        # Work polls the ledger, and a reorganisation replaces the replica: look again.
+        task = self._ledger.state.tasks.get(self._task_id, task)
+        refusal = self._check_guard(task, journal)
+        await self._delivery.step(task, journal, may_sign=not refusal)
         self._forget(self._open_rounds(task).start)
+        self._say(self._describe(task, journal))
 
     async def close(self) -> None:
         """Stop background work."""
@@ -108,49 +142,39 @@ class NodeWorker:
 
     def _open_rounds(self, task: Task) -> range:
         """Rounds that have started and still take commitments."""
-        block, schedule = self._ledger.state.block_number, task.spec.schedule
-        newest = min((block - task.start_block) // schedule.round_blocks, get_end_round(task) - 1)
-        oldest = -((task.start_block + schedule.commit_blocks - block) // schedule.round_blocks)
-        return range(max(oldest, 0), newest + 1)
-
-    def _oldest_version(self, task: Task) -> int:
-        """Version of the oldest round a node can still work on; the newest eligible before the first round."""
-        limit = task.start_block + max(self._open_rounds(task).start, 0) * task.spec.schedule.round_blocks
-        usable = [p.version for p in task.policies if p.eligible_block is not None and p.eligible_block <= limit]
-        return max(usable, default=0)
+        return get_open_rounds(task, self._ledger.state.block_number)
 
     def _open_journal(self, task: Task) -> Journal:
-        """The journal; a directory that is new to an account which already worked here waits a round before it signs,
-        because another machine may be running with the same keys."""
+        """The journal; where another machine may be running with the same keys, a round is watched before this one signs."""
         if self._journal is None:
             journal = Journal(self._directory, task.task, self._ledger.account)
-            if not journal.existed:
-                if any(self._ledger.account in roots for roots in task.commitments.values()):
-                    journal.first_round = self._open_rounds(task).stop
-                    self._idle(
-                        journal.first_round - 1,
-                        f"new directory of an account that has worked before: signs from round {journal.first_round} on",
-                    )
+            existed = journal.existed
+            waits = self._guard.start(task, journal, self._open_rounds(task).stop)
+            if waits:
+                self._idle(journal.first_round - 1, f"{waits}; signs from round {journal.first_round} on")
+            if waits or not existed:
                 journal.save()
             self._journal = journal
         return self._journal
 
+    def _check_guard(self, task: Task, journal: Journal) -> str:
+        """Why nothing may be signed; told once, and on until this process ends."""
+        self._guard.check(task, journal, self._open_rounds(task).start)
+        if self._guard.refusal:
+            self._idle(-1, self._guard.refusal)
+        return self._guard.refusal
+
     async def _join(self, task: Task) -> None:
         """Join once; a node that left, or was put out, does not come back by itself."""
-        account = self._ledger.account
-        if account in task.members or task.closed or not len(range(*self._future(task))):
+        future = range(self._open_rounds(task).stop, get_end_round(task))
+        if self._ledger.account in task.members or task.closed or not future:
             return
-        participant = self._ledger.state.participants.get(account)
-        stake_min = task.spec.economics.node_stake_min
-        if participant is None or participant.role != Role.NODE or participant.bonded < stake_min:
-            bonded = "no registration as a node" if participant is None else f"stake {participant.bonded}"
-            self._idle(-1, f"cannot join: observed {bonded}, limit {stake_min}; register with enough stake")
+        condition = describe_membership(self._ledger, task)
+        if condition is not None:
+            self._idle(-1, condition.reason)
             return
         slots = min(self._slots or task.spec.slots_max, task.spec.slots_max)
         await self._ledger.submit(f"join/{task.task.hex()}", Join(task.task, slots))
-
-    def _future(self, task: Task) -> tuple[int, int]:
-        return self._open_rounds(task).stop, get_end_round(task)
 
     def _idle(self, round_index: int, reason: str) -> None:
         """Say once per round why nothing is done in it."""
@@ -160,42 +184,39 @@ class NodeWorker:
 
     def _skip(self, round_index: int, reason: str) -> None:
         """Give a round up."""
-        self._closed_rounds.add(round_index)
+        self._closed_rounds[round_index] = reason
+        self._maker.drop(round_index)
         self._idle(round_index, reason)
 
     def _forget(self, oldest: int) -> None:
         """Drop notes on rounds that take no more commitments."""
-        self._closed_rounds = {index for index in self._closed_rounds if index >= oldest}
+        self._closed_rounds = {index: text for index, text in self._closed_rounds.items() if index >= oldest}
         self._attempts = {index: count for index, count in self._attempts.items() if index >= oldest}
         self._told = {note for note in self._told if note[0] < 0 or note[0] >= oldest}
-
-    def _measure(self) -> None:
-        """Blocks that the last piece of work took, seen from the replica."""
-        if self._work_started is not None:
-            self._work_blocks = self._ledger.state.block_number - self._work_started
-            self._work_started = None
+        self._maker.forget(oldest)
 
     # One round
 
     async def _work_round(self, task: Task, journal: Journal, round_index: int) -> bool:
         """Make and commit one round if it is this node's to make; returns whether heavy work was done."""
         state, account = self._ledger.state, self._ledger.account
-        deadline = get_times(task, round_index).commit_deadline
-        if round_index in journal.records or account in task.commitments.get(round_index, {}):
-            self._closed_rounds.add(round_index)
+        signed = self._ledger.outcome(name_commit(task.task, round_index)).status != "unknown"
+        if signed or round_index in journal.records or account in task.commitments.get(round_index, {}):
+            self._closed_rounds[round_index] = ""
             return False
         if round_index < journal.first_round:
-            self._skip(round_index, f"signs from round {journal.first_round} on")
+            self._skip(round_index, f"signs from round {journal.first_round} on: another machine may use these keys")
             return False
-        if state.block_number + self._work_blocks + 1 > deadline:
-            waited = self._work_blocks
-            self._work_blocks = max(waited - 1, 0)  # one fast round must be able to follow a slow one
-            self._skip(round_index, self._late_text(task, round_index, waited))
+        deadline = get_times(task, round_index).commit_deadline
+        if state.block_number + 1 > deadline:
+            self._skip(round_index, self._late_text(task, round_index, 0))
+            return False
+        held = self._hold()
+        if held:
+            self._idle(round_index, held)
             return False
         try:
-            assignment = get_assignment(
-                state, task, round_index, account, chain_id=self._ledger.chain_id, ledger=self._ledger.address
-            )
+            assignment = get_own_assignment(self._ledger, task, round_index)
         except Ignore:
             return False  # no beacon yet; the deadline above ends the wait
         except Reject as error:
@@ -205,8 +226,20 @@ class NodeWorker:
         if folder is None:
             self._prefetch.want(task, assignment.policy_version)
             return False
+        work = self._maker.open(assignment, state.block_number)
+        needed = self._maker.pace.predict_blocks(len(work.missing) * task.spec.group_size)
+        if state.block_number + needed + 1 > deadline:
+            self._maker.pace.relax()
+            self._skip(round_index, self._late_text(task, round_index, needed))
+            return False
+        await self._attempt(task, journal, work, folder)
+        return True
+
+    async def _attempt(self, task: Task, journal: Journal, work: RoundWork, folder: Path) -> None:
+        """Make a round; what fails is told, tried again, and given up in the end."""
+        round_index = work.assignment.round_index
         try:
-            await self._make(task, journal, assignment, folder)
+            await self._make(task, journal, work, folder)
         except Fault as error:
             self._attempts[round_index] = self._attempts.get(round_index, 0) + 1
             self._events("fault", {"round": round_index, "text": str(error)})
@@ -214,63 +247,83 @@ class NodeWorker:
                 self._skip(round_index, f"gave up after {ATTEMPTS_MAX} attempts: {error}")
         except Reject as error:
             self._skip(round_index, f"own check refused the work, nothing was committed: {error}")
-        return True
 
-    def _late_text(self, task: Task, round_index: int, work_blocks: int) -> str:
+    def _late_text(self, task: Task, round_index: int, needed: int) -> str:
+        """Why a round cannot be finished in time."""
         deadline, block = get_times(task, round_index).commit_deadline, self._ledger.state.block_number
         try:
-            assignment = get_assignment(
-                self._ledger.state,
-                task,
-                round_index,
-                self._ledger.account,
-                chain_id=self._ledger.chain_id,
-                ledger=self._ledger.address,
-            )
+            missing = self._missing_text(task, get_own_assignment(self._ledger, task, round_index))
         except (Ignore, Reject) as error:
             return str(error)
-        if self._policy_folder(task, assignment) is None:
-            version = assignment.policy_version
-            return f"policy version {version} was not here by block {block}: commitments close at block {deadline}"
+        if missing:
+            return f"{missing}; was not here by block {block}, commitments close at block {deadline}"
         return (
-            f"no time left: observed block {block} and {work_blocks} blocks of work, limit block {deadline}; "
+            f"no time left: observed block {block} and {needed} blocks of work, limit block {deadline}; "
             "declare fewer slots or use a faster machine if this goes on"
         )
 
-    async def _make(self, task: Task, journal: Journal, assignment: Assignment, folder: Path) -> None:
-        """Generate, check, make durable, commit.
+    async def _make(self, task: Task, journal: Journal, work: RoundWork, folder: Path) -> None:
+        """Generate what is missing, check, make durable, commit.
 
         Raises:
             Fault: when a part of this machine failed.
             Reject: when the work would be refused by a verifier.
         """
-        self._work_started = self._ledger.state.block_number
-        record, fields = await asyncio.to_thread(self._make_record, task, journal, assignment, folder)
+        assignment, size = work.assignment, task.spec.group_size
+        index, deadline = assignment.round_index, get_times(task, assignment.round_index).commit_deadline
+        while work.missing:
+            self._say_working(work)
+            await asyncio.to_thread(self._make_next, task.spec, work, folder)
+            await self._ledger.poll()
+            needed = self._maker.predict_left(work, self._ledger.state.block_number, size)
+            if not self._may_commit(journal, index, deadline - needed):
+                return
+        self._say_working(work)
+        record, fields = await asyncio.to_thread(self._make_record, task, journal, work)
         self._events("round_made", fields)
-        block, deadline = self._ledger.state.block_number, get_times(task, assignment.round_index).commit_deadline
-        other = task.commitments.get(assignment.round_index, {}).get(assignment.account)
-        if other is not None or block + 1 > deadline:
-            journal.drop(assignment.round_index)
-            what = "another root of this account is on the ledger" if other else f"work ended at block {block}"
-            self._skip(assignment.round_index, f"{what}, limit block {deadline}: nothing was committed")
+        await self._ledger.poll()
+        block = self._ledger.state.block_number
+        self._maker.finish(work, block)
+        if not self._may_commit(journal, index, deadline):
+            journal.drop(index)
             return
-        self._closed_rounds.add(assignment.round_index)
+        if self._claim is not None and find_foreign_record(self._ledger) is not None:
+            await self._claim()
+        self._closed_rounds[index] = ""
         await self._delivery.commit(task, record)
 
-    def _make_record(
-        self, task: Task, journal: Journal, assignment: Assignment, folder: Path
-    ) -> tuple[Record, dict[str, object]]:
-        """The thread's part of `_make`: the durable bundle and the fields of its event."""
-        started = time.thread_time()
-        if self._loaded != folder:
-            self._loaded = None
-            self._engine.load(folder)
-            self._loaded = folder
-        loaded = time.thread_time()
-        made = self._make_groups(task.spec, assignment)
-        finishing = time.thread_time()
-        bundle = make_bundle(assignment, self._finish(task.spec, assignment, made))
-        finished = time.thread_time()
+    def _may_commit(self, journal: Journal, round_index: int, last_block: int) -> bool:
+        """Whether a root could still be sent after `last_block`'s predecessor; gives the round up when not."""
+        task, block = self._ledger.state.tasks.get(self._task_id), self._ledger.state.block_number
+        if task is None:
+            self._skip(round_index, "the task vanished from the ledger: a reorganisation took it back")
+        elif self._check_guard(task, journal):
+            self._skip(round_index, self._guard.refusal)
+        elif self._ledger.account in task.commitments.get(round_index, {}):
+            self._skip(round_index, "another root of this account is on the ledger: nothing was committed")
+        elif block + 1 > last_block:
+            deadline = get_times(task, round_index).commit_deadline
+            left = f", {deadline - last_block} more blocks of work" if deadline > last_block else ""
+            self._skip(
+                round_index, f"no time left: observed block {block}{left}, limit block {deadline}: not committed"
+            )
+        else:
+            return True
+        return False
+
+    def _make_next(self, spec: TaskSpec, work: RoundWork, folder: Path) -> None:
+        """The thread's part of a chunk."""
+        self._maker.load(work, folder)
+        self._maker.make_chunk(
+            work, folder, lambda slots: self._make_groups(spec, work.assignment, slots), spec.group_size
+        )
+
+    def _make_record(self, task: Task, journal: Journal, work: RoundWork) -> tuple[Record, dict[str, object]]:
+        """The thread's part of the end: the durable bundle and the fields of its event."""
+        clock = self._maker.read_cpu
+        assignment, finishing = work.assignment, clock()
+        bundle = make_bundle(assignment, self._finish(task.spec, assignment, work.collect()))
+        finished = clock()
         root, data = seal_bundle(self._key, assignment, bundle)
         record = journal.add(bundle, root, data)
         samples = [sample for group in bundle.groups for sample in group.samples]
@@ -278,15 +331,63 @@ class NodeWorker:
             "round": assignment.round_index,
             "version": assignment.policy_version,
             "groups": len(bundle.groups),
+            "resumed": work.resumed,
             "rollouts": len(samples),
             "tokens": sum(len(sample.tokens) for sample in samples),
             "reward_mean": sum(sample.reward_micro for sample in samples) / 1e6 / len(samples),
             "bundle_bytes": len(data),
-            "cpu_load": loaded - started,
-            "cpu_generation": made.cpu_generation_s,
-            "cpu_commitment": made.cpu_commitment_s + time.thread_time() - finished,
+            "cpu_load": work.cpu["load"],
+            "cpu_generation": work.cpu["generation"],
+            "cpu_commitment": work.cpu["commitment"] + clock() - finished,
             "cpu_self_check": finished - finishing,
         }
+
+    # Status
+
+    def _say(self, condition: Condition) -> None:
+        pace = self._maker.pace
+        self._status.set(
+            condition,
+            account="0x" + self._ledger.account.hex(),
+            task=self._task_id.hex(),
+            block=self._ledger.state.block_number,
+            tokens_per_s=round(pace.tokens_per_s, 1),
+            blocks_per_rollout=round(pace.blocks_per_rollout, 4),
+        )
+
+    def _say_working(self, work: RoundWork) -> None:
+        done, quota = len(work.groups), work.assignment.quota
+        text = f"{done} of {quota} groups made" if done < quota else f"checking and writing {quota} groups"
+        if work.resumed:
+            text += f", {work.resumed} of them before a restart"
+        self._say(Condition("working", text, "the round is made", work.assignment.round_index))
+
+    def _describe(self, task: Task, journal: Journal) -> Condition:
+        """What is true at the end of a step."""
+        if self._guard.refusal:
+            return Condition(
+                "refused", self._guard.refusal, "one of the two machines is stopped and this one restarted"
+            )
+        open_rounds = self._open_rounds(task)
+        rest = describe_rest(self._ledger, task, open_rounds)
+        if rest is not None:
+            return rest
+        index = open_rounds.stop - 1
+        if self._closed_rounds.get(index):
+            return describe_round(task, index, "idle", self._closed_rounds[index])
+        if index in journal.records or self._ledger.account in task.commitments.get(index, {}):
+            return describe_round(task, index, "committed", self._delivery.describe(task, index))
+        if index in self._closed_rounds:
+            return describe_round(task, index, "idle", f"the root of round {index} was refused or not sent")
+        attempts = f"{self._attempts.get(index, 0)} of {ATTEMPTS_MAX} attempts failed"
+        return describe_waiting(self._ledger, task, index, self._hold(), attempts, self._missing_text)
+
+    def _missing_text(self, task: Task, assignment: Assignment) -> str:
+        """Why the policy of a round is not here; empty when it is."""
+        if self._policy_folder(task, assignment) is not None:
+            return ""
+        version = assignment.policy_version
+        return f"policy version {version}: {self._prefetch.missing_text(version)}"
 
     # Seams
 
@@ -294,9 +395,19 @@ class NodeWorker:
         """Folder of the policy to generate with; None while it is not here."""
         return self._prefetch.get(assignment.policy_version)
 
-    def _make_groups(self, spec: TaskSpec, assignment: Assignment) -> Made:
-        """Fill every slot under the loaded policy."""
-        return make_groups(spec, self._environment, self._engine, assignment)
+    def _verify(self, folder: Path, assignment: Assignment) -> None:
+        """The loaded folder is what the ledger names; one that is not is forgotten, so that it is fetched again."""
+        if self._verify_policy is None:
+            return
+        try:
+            self._verify_policy(folder, assignment.policy)
+        except Fault:
+            self._prefetch.forget(assignment.policy_version)
+            raise
+
+    def _make_groups(self, spec: TaskSpec, assignment: Assignment, slots: list[int]) -> Made:
+        """Fill slots under the loaded policy."""
+        return make_groups(spec, self._environment, self._engine, assignment, slots)
 
     def _finish(self, spec: TaskSpec, assignment: Assignment, made: Made) -> tuple[Group, ...]:
         """The groups to commit to. Raises `Reject` when a verifier would refuse them."""

@@ -193,13 +193,13 @@ def test_a_new_directory_of_a_known_account_waits_one_round(world):
         assert list(world.task.commitments) == [0]
         twin = Node(world, directory=world.directory / "elsewhere")  # a restored machine, or a second one
         world.chain.advance()
-        await twin.run_until(get_times(world.task, 2).start + 4)
-        assert [f["round"] for f in twin.texts("round_made")] == [2]
-        assert sorted(world.task.commitments) == [0, 2]
+        await twin.run_until(get_times(world.task, 3).start + 4)
+        assert [f["round"] for f in twin.texts("round_made")] == [3]  # round 2, the first it saw begin, was watched
+        assert sorted(world.task.commitments) == [0, 3]
         assert any("new directory" in f["reason"] for f in twin.texts("idle"))
         again = Node(world, directory=world.directory / "elsewhere")  # by now it is known: no more waiting
-        await again.run_until(get_times(world.task, 3).start + 4)
-        assert [f["round"] for f in again.texts("round_made")] == [3]
+        await again.run_until(get_times(world.task, 4).start + 4)
+        assert [f["round"] for f in again.texts("round_made")] == [4]
 
     run(scenario())
 
@@ -227,7 +227,8 @@ def test_lacking_the_policy_skips_the_round_and_says_so(world):
     run(node.run_until(get_times(world.task, 0).commit_deadline + 1))
     assert world.task.commitments == {}
     [idle] = [f for f in node.texts("idle") if f["round"] == 0]
-    assert "policy version 0 was not here" in idle["reason"]
+    assert "policy version 0: no peer has policy 0" in idle["reason"]
+    assert "was not here by block" in idle["reason"]
     assert len(node.texts("policy_missing")) == 1
 
 
@@ -449,9 +450,9 @@ def test_a_slow_node_skips_rounds_it_cannot_commit_in_time(world):
     node = Node(world)
     make = node.worker._make_groups
 
-    def slow(spec, assignment):
+    def slow(spec, assignment, slots):
         world.chain.advance(world.spec.schedule.commit_blocks)
-        return make(spec, assignment)
+        return make(spec, assignment, slots)
 
     node.worker._make_groups = slow
     run(node.run_until(get_times(world.task, 2).start))
