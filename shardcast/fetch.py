@@ -26,6 +26,8 @@ from shardcast.store import ShardStore
 #: Shards asked of one peer at once, so that its link stays full between two shards.
 LANES = 2
 BITMAP_INTERVAL_S = 1.0
+#: A download that takes longer than this says how far it is, this often.
+PROGRESS_INTERVAL_S = 5.0
 PAUSE_S_MIN = 0.25
 PAUSE_S_MAX = 15.0
 #: A peer that delivers a shard more slowly than this is struck.
@@ -138,7 +140,7 @@ class Fetch:
         self._under_way: dict[int, dict[int, tuple[float, asyncio.Task[bytearray]]]] = {}
         self._wake = asyncio.Event()
         self._superseded_by: int | None = None
-        self._progress_at = time.monotonic()
+        self._progress_at = self._reported_at = time.monotonic()
         # Which shards are asked first must differ between nodes, or all of them drain the origin in one order.
         self._rng = random.Random()
 
@@ -296,8 +298,19 @@ class Fetch:
             raise _OwnFault(fault) from fault
         self._metrics["shards_fetched"] += 1
         self._progress_at = time.monotonic()
+        self._report()
         for _, loser in self._under_way.get(index, {}).values():
             loser.cancel()
+
+    def _report(self) -> None:
+        """Say how far it is, now and then."""
+        if self._progress_at - self._reported_at < PROGRESS_INTERVAL_S:
+            return
+        self._reported_at = self._progress_at
+        left = sum(self.manifest.shards[digest] for digest in self._store.missing(self.manifest))
+        total = sum(self.manifest.shards.values())
+        fields = {"version": self.manifest.version, "bytes_done": total - left, "bytes_total": total}
+        self._on_event("fetching", fields)
 
     def _settle(self, source: _Source, index: int) -> None:
         copies = self._under_way[index]

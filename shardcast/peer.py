@@ -48,7 +48,7 @@ class Peer:
         bind: endpoint to listen on (port 0 or `*` chooses one), or None to only dial out.
         admit: whether a CURVE public key may connect to us.
         accept: decides about letters, may be async; raises Reject or Ignore, whose text goes to the sender. None: no mail.
-        on_event: called with an event's name and fields: banned, strike, fetched, letter, refused, internal_error.
+        on_event: called with an event's name and fields: banned, strike, fetching, fetched, letter, refused, internal_error.
         request_timeout_s: longest wait for one answer.
         rate_per_s, burst: requests we take from one sender.
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -184,13 +184,13 @@ class ShardStore:
                 bits[i >> 3] |= 1 << (i & 7)
         return bytes(bits)
 
-    def add_folder(self, manifest: Manifest, folder: Path) -> None:
+    def add_folder(self, manifest: Manifest, folder: Path, *, links: Collection[str] = ()) -> None:
         """Store every shard of a folder that was just described by `build_manifest`.
 
         Raises:
             Fault: the folder does not match the manifest (it changed meanwhile), or the disk is full.
         """
-        check_folder(folder, manifest)
+        check_folder(folder, manifest, links=links)
         for entry in manifest.body.files:
             with disk_errors(f"reading {entry.name}"), (folder / entry.name).open("rb") as file:
                 for digest in entry.shards:
@@ -199,6 +199,6 @@ class ShardStore:
                         raise Fault(f"{folder / entry.name} changed while it was read: publish it again")
                     self._shards.put(shard, digest)
 
-    def assemble(self, manifest: Manifest, target: Path) -> Path:
+    def assemble(self, manifest: Manifest, target: Path, *, links: Collection[str] = ()) -> Path:
         """Write the manifest's folder to `target`, atomically. See `shardcast.folder.assemble_folder`."""
-        return assemble_folder(manifest, target, self.get)
+        return assemble_folder(manifest, target, self.get, links=links)

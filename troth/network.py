@@ -1,7 +1,9 @@
 """The mesh as the roles see it: `LedgerBlobs` and `MeshPolicies` over one shardcast peer, addressed by the ledger.
 
 Peers, relays and keys all come from the directory of signed records on the ledger. Nothing that arrives here is used
-before it was checked against a hash that the ledger lists (policies) or by the caller (blobs).
+before it was checked against a hash that the ledger lists (policies) or by the caller (blobs). Where a task's policies are
+adapters, the base policy is fetched once, before the first of them, and a manifest that does not have exactly the files and
+sizes of such an adapter is refused before anything it names is asked for (`troth.forms`).
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from models.adapter import BASE, get_base, is_adapter, link_base, read_adapter_config
 from protocol.errors import ConfigError, Fault, Ignore, Reject, TrothError
 from protocol.identity import NetworkKey
 from protocol.ledger.events import Role
 from protocol.ledger.state import Policy
 from protocol.ports import Ledger
 from shardcast.client import Address
-from shardcast.folder import build_manifest
+from shardcast.fetch import LANES, RATE_BYTES_PER_S_MIN
+from shardcast.folder import build_manifest, hash_folder
 from shardcast.manifest import Manifest, manifest_domain
 from shardcast.peer import Peer
 from shardcast.server import Accept
 from shardcast.store import ShardStore
 from troth.directory import Contact, Directory
+from troth.forms import require_form, validate_content
 from troth.keystore import Keys
 
 log = logging.getLogger("troth.network")
@@ -33,7 +38,11 @@ log = logging.getLogger("troth.network")
 POLICY_SUFFIXES = (".safetensors", ".json")
 #: Newest policies kept on disk besides version 0.
 POLICIES_KEPT = 12
-FETCH_TIMEOUT_S = 30.0
+#: A fetch ends when nothing has arrived for this long, besides the time that the slowest peer we bear needs for what it is
+#: asked at once. It has no limit as a whole: a large base policy may take an hour, as long as it comes.
+SILENCE_S_MAX = 30.0
+#: Links in a policy's folder that are our own: neither published, nor fetched, nor compared.
+LINKS = (BASE,)
 PUT_ATTEMPTS = 6
 PUT_PAUSE_S = 0.5
 
@@ -52,6 +61,35 @@ def _base_manifest(folder: Path, key: NetworkKey, chain_id: int, ledger: bytes) 
     root = build_manifest(folder, key, nowhere, version=0, allowed_suffixes=POLICY_SUFFIXES).root
     domain = manifest_domain(chain_id, ledger, root)
     return build_manifest(folder, key, domain, version=0, allowed_suffixes=POLICY_SUFFIXES)
+
+
+def get_silence_s_max(manifest: Manifest) -> float:
+    """How long a fetch of a policy may stand still, in seconds: the larger its shards, the longer."""
+    return SILENCE_S_MAX + LANES * max(manifest.shards.values(), default=0) / RATE_BYTES_PER_S_MIN
+
+
+def verify_policy(folder: Path, expected: bytes) -> None:
+    """Hash a policy's folder again, and that of the base under an adapter: what is on disk is what the ledger lists.
+
+    Args:
+        expected: the policy's content hash on the ledger.
+
+    Raises:
+        Fault: a file changed, is missing or was added.
+    """
+    wanted = [(folder, expected)]
+    if is_adapter(folder):
+        wanted.append((get_base(folder), read_adapter_config(folder)[1]))
+    for path, policy in wanted:
+        try:
+            observed = hash_folder(path, links=LINKS)
+        except ConfigError as error:
+            raise Fault(f"{path} is not a policy's folder any more: {error}") from None
+        if observed != policy:
+            raise Fault(
+                f"{path} hashes to {observed.hex()[:16]}, the ledger lists {policy.hex()[:16]}: a file changed on disk; remove "
+                "the folder and it is made again"
+            )
 
 
 def _addresses(contacts: Iterable[Contact]) -> list[Address]:
@@ -160,10 +198,16 @@ class MeshPolicies:
                 f"manifest of policy {version} describes {manifest.root.hex()[:16]} (version {manifest.version}), the "
                 f"ledger lists {record.policy.hex()[:16]}: the trainer recorded something it did not publish"
             )
+        base = await self.fetch(task_id, 0) if version and task.spec.adapter.rank else None
+        require_form(task.spec, version, {entry.name: entry.size for entry in manifest.body.files}, base)
         if self._store.missing(manifest):
-            await self._peer.fetch(manifest, first + others, timeout_s=FETCH_TIMEOUT_S, historic=historic)
+            silence_s_max = get_silence_s_max(manifest)
+            await self._peer.fetch(manifest, first + others, timeout_s=silence_s_max, historic=historic)
         target = self._root / f"{task_id.hex()[:12]}-{version:06d}-{manifest.root.hex()[:12]}"
-        folder = await asyncio.to_thread(self._store.assemble, manifest, target)
+        folder = await asyncio.to_thread(self._store.assemble, manifest, target, links=LINKS)
+        if base is not None:
+            await asyncio.to_thread(link_base, folder, base)
+            await asyncio.to_thread(validate_content, task.spec, folder)
         self._events("policy", {"version": version, "policy": manifest.root})
         await self._collect(task_id, version)
         return folder
@@ -174,8 +218,17 @@ class MeshPolicies:
             raise ConfigError("this participant only reads: it has no key to sign a policy with")
         domain = manifest_domain(self._ledger.chain_id, self._ledger.address, task)
         manifest = build_manifest(
-            folder, self._key, domain, version=version, parent=parent, allowed_suffixes=POLICY_SUFFIXES
+            folder,
+            self._key,
+            domain,
+            version=version,
+            parent=parent,
+            allowed_suffixes=POLICY_SUFFIXES,
+            links=LINKS,
         )
+        spec = self._ledger.state.tasks[task].spec
+        base = await self.fetch(task, 0) if spec.adapter.rank else None
+        require_form(spec, version, {entry.name: entry.size for entry in manifest.body.files}, base)
         await asyncio.to_thread(self._adopt, manifest, folder, task, version)
         return manifest.root, manifest.hash
 
@@ -190,7 +243,7 @@ class MeshPolicies:
             historic=historic,
             allowed_suffixes=POLICY_SUFFIXES,
         )
-        self._store.add_folder(manifest, folder)
+        self._store.add_folder(manifest, folder, links=LINKS)
 
     def publish_base(self, folder: Path) -> tuple[bytes, bytes]:
         """Serve a base policy; returns its content hash and manifest hash."""
@@ -201,8 +254,10 @@ class MeshPolicies:
         return manifest.root, manifest.hash
 
     async def _collect(self, task: bytes, version: int) -> None:
-        """Remove assembled folders and shards of old versions; version 0 and the newest stay."""
-        kept = {0, *range(version - POLICIES_KEPT, version + POLICIES_KEPT)}
+        """Remove assembled folders and shards of old versions. Version 0, which adapters need, the newest, and what is near
+        the version just asked for stay."""
+        newest = len(self._ledger.state.tasks[task].policies) - 1
+        kept = {0}.union(*(range(near - POLICIES_KEPT, near + POLICIES_KEPT) for near in (version, newest)))
         for key in [k for k in self._ready if k[0] == task and k[1] not in kept]:
             shutil.rmtree(self._ready.pop(key), ignore_errors=True)
             self._locks.pop(key, None)
