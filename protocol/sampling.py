@@ -8,6 +8,9 @@ of counter (v // 4, t, 0, 0), lane v % 4, under key (s mod 2^32, s div 2^32):
 The token is argmax over v of z[v] = logits[v] / T + g[v], lowest id first on a tie; ids beyond the vocabulary are -inf.
 Drawn this way a token has the softmax distribution at temperature T (Gumbel-max), and given policy and key there is one
 right completion up to honest near-ties.
+
+`scores` is the definition. `sample_tokens` and `compute_gaps` give exactly what follows from it, faster where it matters
+(protocol.kernels.gumbel says why nothing changes).
 """
 
 from __future__ import annotations
@@ -15,7 +18,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.kernels import kernels
 from protocol.philox import philox4x32
+
+#: Vocabulary from which the compiled form pays from its first call.
+LARGE_VOCAB = 8192
+#: The compiled form serves temperatures up to it and down to its inverse, where its float32 differences cannot overflow.
+TEMPERATURE_MAX = 1e6
+#: What the array form costs, roughly: a call, and each score in it.
+ARRAY_CALL_NS = 150_000
+ARRAY_SCORE_NS = 30
+#: Row flags of protocol.kernels.gumbel, which is not imported for them.
+_CLOSE, _NON_FINITE = np.uint8(1), np.uint8(2)
 
 
 def gumbel_noise(keys: NDArray[np.uint64], positions: NDArray[np.int64], vocab_size: int) -> NDArray[np.float64]:
@@ -33,10 +47,16 @@ def gumbel_noise(keys: NDArray[np.uint64], positions: NDArray[np.int64], vocab_s
     counter = np.zeros((n, blocks, 4), dtype=np.uint32)
     counter[:, :, 0] = np.arange(blocks, dtype=np.uint32)
     counter[:, :, 1] = positions.astype(np.uint32)[:, None]
-    key = np.empty((n, 1, 2), dtype=np.uint32)
-    key[:, 0, 0] = keys & np.uint64(0xFFFFFFFF)
-    key[:, 0, 1] = keys >> np.uint64(32)
-    words = philox4x32(counter, key).reshape(n, blocks * 4)[:, :vocab_size]
+    words = philox4x32(counter, _split(keys)[:, None]).reshape(n, blocks * 4)[:, :vocab_size]
+    return _to_gumbel(words)
+
+
+def _split(keys: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """Philox's two key words of each key: uint32 [n, 2], low word first."""
+    return np.stack([keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)], axis=-1).astype(np.uint32)
+
+
+def _to_gumbel(words: NDArray[np.uint32]) -> NDArray[np.float64]:
     u = (words.astype(np.float64) + 0.5) * 2.0**-32
     noise: NDArray[np.float64] = -np.log(-np.log(u))
     return noise
@@ -79,8 +99,27 @@ def sample_tokens(
     temperature: float,
     vocab_size: int,
 ) -> NDArray[np.int64]:
-    """The sampled token of each row, `choose(scores(...))`: int64 [n]."""
-    return choose(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size))
+    """The sampled token of each row: `choose(scores(...))`, without the noise of tokens that cannot win.
+
+    Args:
+        logits: float32 [n, at least vocab_size].
+        keys: uint64 [n], the samples' Philox keys.
+        positions: int64 [n], completion positions from 0.
+        temperature: above 0.
+        vocab_size: number of valid token ids.
+
+    Returns:
+        int64 [n].
+    """
+    found = _find_winners(logits, keys, positions, temperature, vocab_size)
+    if found is None:
+        return choose(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size))
+    winners, flags = found
+    close = np.flatnonzero(flags & _CLOSE)
+    if len(close):
+        z = scores(logits[close], keys[close], positions[close], temperature=temperature, vocab_size=vocab_size)
+        winners[close] = choose(z)
+    return winners
 
 
 def compute_gaps(
@@ -92,5 +131,71 @@ def compute_gaps(
     temperature: float,
     vocab_size: int,
 ) -> NDArray[np.float64]:
-    """The replay gap of each row's token, `replay_gaps(scores(...), tokens)`: float64 [n]."""
-    return replay_gaps(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size), tokens)
+    """The replay gap of each row's token: `replay_gaps(scores(...), tokens)`, without the noise of all others.
+
+    Args:
+        tokens: int64 [n], the tokens under test; see `sample_tokens` for the rest.
+
+    Returns:
+        float64 [n], infinite where a valid logit is not finite.
+    """
+    found = _find_winners(logits, keys, positions, temperature, vocab_size)
+    if found is None or not ((tokens >= 0) & (tokens < vocab_size)).all():
+        return replay_gaps(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size), tokens)
+    winners, flags = found
+    close, settled = np.flatnonzero(flags & _CLOSE), np.flatnonzero(flags & _CLOSE == 0)
+    gaps = np.empty(len(tokens))
+    best, given = (
+        _score_tokens(logits, keys, positions, settled, chosen[settled], temperature) for chosen in (winners, tokens)
+    )
+    gaps[settled] = best - given
+    if len(close):
+        z = scores(logits[close], keys[close], positions[close], temperature=temperature, vocab_size=vocab_size)
+        gaps[close] = replay_gaps(z, tokens[close])
+    gaps[flags & _NON_FINITE != 0] = np.inf
+    return gaps
+
+
+def _score_tokens(
+    logits: NDArray[np.float32],
+    keys: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    temperature: float,
+) -> NDArray[np.float64]:
+    """z of one token of each of `rows`, float64 [rows]: the same arithmetic as in `scores`."""
+    counter = np.zeros((len(rows), 4), dtype=np.uint32)
+    counter[:, 0], counter[:, 1] = tokens // 4, positions[rows].astype(np.uint32)
+    words = philox4x32(counter, _split(keys[rows]))[np.arange(len(rows)), tokens % 4]
+    scaled: NDArray[np.float64] = logits[rows, tokens].astype(np.float64) / temperature
+    return scaled + _to_gumbel(words)
+
+
+def _find_winners(
+    logits: NDArray[np.float32],
+    keys: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    temperature: float,
+    vocab_size: int,
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]] | None:
+    """Winners and flags of protocol.kernels.gumbel, or None where the array form should serve the call."""
+    num_rows, width = logits.shape
+    cost_ns = ARRAY_CALL_NS + ARRAY_SCORE_NS * num_rows * vocab_size
+    kernel = kernels.get("gumbel", cost_ns=cost_ns, large=vocab_size >= LARGE_VOCAB)
+    fits = len(keys) == len(positions) == num_rows and 0 < vocab_size <= width and logits.dtype == np.float32
+    if kernel is None or not fits or not 1 / TEMPERATURE_MAX <= temperature <= TEMPERATURE_MAX:
+        return None
+    dense = np.ascontiguousarray(logits)
+    winners, flags = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.uint8)
+    kernel.find_winners(
+        dense,
+        dense.view(np.int32),
+        np.ascontiguousarray(keys, dtype=np.uint64),
+        np.ascontiguousarray(positions, dtype=np.int64),
+        float(temperature),
+        vocab_size,
+        winners,
+        flags,
+    )
+    return winners, flags
