@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,12 +43,26 @@ class NetworkSettings(Section):
     advertise: str = ""
 
 
+class VllmSettings(Section):
+    """What a node's vLLM is built with; see docs/engines.md. Zero leaves a size to the engine."""
+
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    pipeline_parallel_size: int = Field(1, ge=1, le=64)
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    max_num_seqs: int = Field(256, ge=1, le=4096)
+    max_model_len: int = Field(0, ge=0, le=1 << 22)
+    enforce_eager: bool = False
+    kv_cache_gib: float = Field(0.0, ge=0, le=1 << 14)
+
+
 class ComputeSettings(Section):
-    """What the model runs on."""
+    """What the model runs on. `engine` is what a node generates with; verifiers and trainers always use torch."""
 
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = Field(1, ge=1, le=256)
+    engine: Literal["torch", "vllm"] = "torch"
+    vllm: VllmSettings = VllmSettings()
 
 
 class TrainerSettings(Section):
