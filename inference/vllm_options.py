@@ -77,6 +77,7 @@ def require_vllm(device: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            import vllm.v1.engine.llm_engine  # noqa: F401  # the rest, which building needs and which takes seconds
             from vllm.platforms import current_platform
     except ImportError as error:
         if error.name == "vllm":

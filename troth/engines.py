@@ -9,7 +9,7 @@ from protocol.ports import Engine
 from troth.settings import ComputeSettings
 
 
-def preload(compute: ComputeSettings) -> None:
+def preload_engine(compute: ComputeSettings) -> None:
     """Import what the engine needs, which takes seconds.
 
     Raises:
