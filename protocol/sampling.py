@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.kernels import kernels
+from protocol.kernels import dense, kernels
 from protocol.philox import philox4x32
 
 #: Vocabulary from which the compiled form pays from its first call.
@@ -186,13 +186,13 @@ def _find_winners(
     fits = len(keys) == len(positions) == num_rows and 0 < vocab_size <= width and logits.dtype == np.float32
     if kernel is None or not fits or not 1 / TEMPERATURE_MAX <= temperature <= TEMPERATURE_MAX:
         return None
-    dense = np.ascontiguousarray(logits)
+    rows = dense(logits, np.float32)
     winners, flags = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.uint8)
     kernel.find_winners(
-        dense,
-        dense.view(np.int32),
-        np.ascontiguousarray(keys, dtype=np.uint64),
-        np.ascontiguousarray(positions, dtype=np.int64),
+        rows,
+        rows.view(np.int32),
+        dense(keys, np.uint64),
+        dense(positions, np.int64),
         float(temperature),
         vocab_size,
         winners,

@@ -8,7 +8,7 @@ that keeps the indices distinct; it only folds indices, the field prime is alway
 
 Deviations from the reference library: ties go to the lowest flat index, a sign that differs counts as a mismatch,
 non-finite activations are refused on both sides, and the parser refuses everything that is not exactly well-formed.
-k is min(k, rows * hidden) in a short chunk.
+k is min(k, rows * hidden) in a short chunk. The numbers themselves are made in protocol.polynomial.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import Fault, Reason, Reject
+from protocol.errors import Reason, Reject
+from protocol.polynomial import PRIME, commit, evaluate, find_top
 
-PRIME = 65497
 _EXPONENT = np.uint16(0x7F80)
 
 
@@ -43,26 +43,6 @@ class ChunkMatch(NamedTuple):
     size: int
 
 
-def _inverse_table() -> NDArray[np.int64]:
-    """inverse[a] * a = 1 mod PRIME; inverse[0] is unused. Recurrence: inv(a) = -(p // a) * inv(p mod a)."""
-    inverse = np.zeros(PRIME, dtype=np.int64)
-    table = [0, 1]
-    for a in range(2, PRIME):
-        table.append(-(PRIME // a) * table[PRIME % a] % PRIME)
-    inverse[:] = table
-    return inverse
-
-
-_INVERSE: NDArray[np.int64] | None = None
-
-
-def _inverses() -> NDArray[np.int64]:
-    global _INVERSE
-    if _INVERSE is None:
-        _INVERSE = _inverse_table()
-    return _INVERSE
-
-
 def to_bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round fp32 to bf16, nearest even, and return the bit patterns. Non-finite values stay non-finite."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
@@ -79,73 +59,6 @@ def compute_num_chunks(num_tokens: int, chunk: int) -> int:
 def compute_proof_bytes(rows: int, hidden: int, topk: int) -> int:
     """Exact length of one commitment over `rows` rows."""
     return 2 + 2 * min(topk, rows * hidden)
-
-
-def _require_finite(flat: NDArray[np.uint16], whose: str) -> None:
-    if ((flat & _EXPONENT) == _EXPONENT).any():
-        raise Fault(f"{whose} activations are not finite: nothing can be committed to or compared with them")
-
-
-def _top_indices(flat: NDArray[np.uint16], k: int) -> NDArray[np.int64]:
-    """Indices of the k largest magnitudes of each row of [batch, n], lowest index first among equals; unordered."""
-    n = flat.shape[1]
-    if k == n:
-        return np.broadcast_to(np.arange(n), flat.shape)
-    ordered = ((flat & np.uint16(0x7FFF)).astype(np.int64) << 32) | (n - 1 - np.arange(n, dtype=np.int64))
-    top: NDArray[np.int64] = np.argpartition(ordered, n - k, axis=1)[:, n - k :]
-    return top
-
-
-def _modulus(indices: NDArray[np.int64]) -> int:
-    """Largest m <= PRIME under which all indices stay distinct."""
-    if int(indices.max()) < PRIME:
-        return PRIME
-    for m in range(PRIME, 32768, -1):
-        if len(np.unique(indices % m)) == len(indices):
-            return m
-    raise Fault("no modulus keeps the top indices distinct: use a smaller top-k or chunk")
-
-
-def _reduce(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """values mod PRIME, in place. NumPy divides uint32 by a scalar with SIMD, which its remainder does not."""
-    values -= values // np.uint32(PRIME) * np.uint32(PRIME)
-    return values
-
-
-def _interpolate(x: NDArray[np.int64], y: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Coefficients, constant first, of the polynomials through (x, y); all arrays int64 [batch, k].
-
-    Newton's divided differences, then Horner from the last node down, both vectorised over the batch. Inside, arrays are
-    uint32 [k, batch]: PRIME squared is below 2^32, so no product overflows, and rows are contiguous.
-    """
-    inverse, k, prime = _inverses().astype(np.uint32), x.shape[1], np.uint32(PRIME)
-    nodes = np.ascontiguousarray((x % PRIME).T, dtype=np.uint32)
-    newton = np.ascontiguousarray((y % PRIME).T, dtype=np.uint32)
-    for j in range(1, k):
-        step = nodes[j:] + prime - nodes[: k - j]
-        step -= prime * (step >= prime)
-        rise = newton[j:] + prime - newton[j - 1 : -1]
-        rise -= prime * (rise >= prime)
-        newton[j:] = _reduce(rise * inverse[step])
-    coefficients = np.zeros_like(newton)
-    coefficients[0] = newton[k - 1]
-    for degree, i in enumerate(range(k - 2, -1, -1), start=1):
-        active = coefficients[: degree + 1]
-        shifted = active[:-1].copy()
-        active *= prime - nodes[i]
-        _reduce(active)
-        active[1:] += shifted
-        active[0] += newton[i]
-        active -= prime * (active >= prime)
-    return coefficients.T.astype(np.int64)
-
-
-def _evaluate(coefficients: NDArray[np.int64], x: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Values of the polynomials [batch, k] at x [batch, q], by Horner's rule."""
-    value = np.zeros_like(x)
-    for j in range(coefficients.shape[1] - 1, -1, -1):
-        value = (value * x + coefficients[:, j : j + 1]) % PRIME
-    return value
 
 
 def _chunks(hidden: NDArray[np.uint16], chunk: int) -> list[NDArray[np.uint16]]:
@@ -178,13 +91,10 @@ def build_proofs(hiddens: Sequence[NDArray[np.uint16]], *, topk: int, chunk: int
     proofs: list[bytes] = [b""] * len(flats)
     for length, members in _by_length(flats).items():
         batch = np.stack([flats[i] for i in members])
-        _require_finite(batch, "the engine's")
-        indices = _top_indices(batch, min(topk, length))
-        moduli = np.array([_modulus(row) for row in indices], dtype=np.int64)
-        values = np.take_along_axis(batch, indices, axis=1).astype(np.int64)
-        words = np.concatenate([moduli[:, None], _interpolate(indices % moduli[:, None], values)], axis=1)
-        for i, row in zip(members, words.astype(">u2"), strict=True):
-            proofs[i] = row.tobytes()
+        words = commit(batch, find_top(batch, min(topk, length), "the engine's"))
+        data, size = words.astype(">u2").tobytes(), 2 * words.shape[1]
+        for position, i in enumerate(members):
+            proofs[i] = data[position * size : (position + 1) * size]
     result, start = [], 0
     for hidden in hiddens:
         count = compute_num_chunks(len(hidden), chunk)
@@ -285,12 +195,11 @@ def match_proofs(
     matches: list[ChunkMatch | None] = [None] * len(flats)
     for length, members in _by_length(flats).items():
         batch = np.stack([flats[i] for i in members])
-        _require_finite(batch, "the verifier's own")
         size = min(topk, length)
         parsed = [parse_proof(flat_proofs[i], size=size, modulus_min=modulus_min) for i in members]
-        indices = _top_indices(batch, size)
+        indices = find_top(batch, size, "the verifier's own")
         moduli = np.array([modulus for modulus, _ in parsed], dtype=np.int64)
-        theirs = _evaluate(np.stack([c for _, c in parsed]), indices % moduli[:, None]).astype(np.uint16)
+        theirs = evaluate(np.stack([c for _, c in parsed]), indices, moduli)
         mine = np.take_along_axis(batch, indices, axis=1)
         for i, a, b in zip(members, mine, theirs, strict=True):
             matches[i] = _compare(a, b)

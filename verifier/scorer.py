@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from models.policy import load_model
 from protocol.errors import ConfigError, Fault
 from protocol.ports import SampleRequest, Scored
-from protocol.sampling import replay_gaps, scores
+from protocol.sampling import compute_gaps
 from protocol.toploc import to_bf16_bits
 
 #: Padded tokens of one forward pass.
@@ -172,10 +172,11 @@ class TorchScorer:
         step = max(1, LOGITS_MAX // vocab_size)
         for start in range(0, len(tokens), step):
             part = slice(start, start + step)
-            logits = head(hidden[part]).float().cpu().numpy()[:, :vocab_size]
-            z = scores(logits, keys[part], positions[part], temperature=temperature, vocab_size=vocab_size)
-            gaps[part] = replay_gaps(z, tokens[part])
-            scaled = logits.astype(np.float64) / temperature
+            logits = head(hidden[part]).float().cpu().numpy()
+            gaps[part] = compute_gaps(
+                logits, keys[part], positions[part], tokens[part], temperature=temperature, vocab_size=vocab_size
+            )
+            scaled = logits[:, :vocab_size].astype(np.float64) / temperature
             peak = scaled.max(axis=1, keepdims=True)
             total = peak[:, 0] + np.log(np.exp(scaled - peak).sum(axis=1))
             logprobs[part] = scaled[np.arange(len(scaled)), tokens[part]] - total

@@ -13,6 +13,9 @@ import logging
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 #: Array-form work after which kernels are loaded, as the callers estimate it.
 BUDGET_NS = 4_000_000_000
 
@@ -52,6 +55,11 @@ class Kernels:
                 error,
             )
             return None
+
+
+def dense(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """The array as kernels take it: contiguous, writeable, of one type; a copy only where it is not."""
+    return np.require(array, dtype, ("C", "W"))
 
 
 #: What protocol.sampling and protocol.toploc ask.

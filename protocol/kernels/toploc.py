@@ -116,9 +116,11 @@ def _top_indices(magnitudes, maxima, kept, where, indices):
 
 @compiled()
 def _find_modulus(indices, stamps):
-    """Largest m <= PRIME that keeps ascending indices distinct; 0 when there is none. `stamps` is scratch [PRIME]."""
-    k = indices.shape[0]
-    if indices[k - 1] < PRIME:
+    """Largest m <= PRIME that keeps indices distinct; 0 when there is none. `stamps` is scratch [PRIME]."""
+    k, largest = indices.shape[0], np.int64(0)
+    for i in range(k):
+        largest = max(largest, indices[i])
+    if largest < PRIME:
         return PRIME
     stamps[:] = 0
     for m in range(PRIME, MODULUS_MIN - 1, -1):
@@ -191,7 +193,7 @@ def commit(batch, indices, inverse, words):
 
     Args:
         batch: bit patterns [chunks, n].
-        indices: int64 [chunks, k] as find_top gives them.
+        indices: int64 [chunks, k], distinct, in any order.
         inverse: inverses of field elements [PRIME].
         words: uint16 [chunks, 1 + k], written.
 

@@ -107,7 +107,7 @@ def test_close_races_are_left_to_the_definition(seed):
     _require_equal(logits, keys, np.array([3]), 1.0, 2000)
 
 
-def test_rows_and_columns_need_not_be_contiguous():
+def test_arrays_need_not_be_contiguous_or_writeable():
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(8, 1000)).astype(np.float32)
     keys = rng.integers(0, 2**64, 8, dtype=np.uint64)
@@ -115,6 +115,8 @@ def test_rows_and_columns_need_not_be_contiguous():
     whole = sample_tokens(logits, keys, np.arange(8), **options)
     assert (sample_tokens(logits[:, :321], keys, np.arange(8), **options) == whole).all()
     assert (sample_tokens(logits[::2], keys[::2], np.arange(8)[::2], **options) == whole[::2]).all()
+    logits.flags.writeable = keys.flags.writeable = False
+    assert (sample_tokens(logits, keys, np.arange(8, dtype=np.int32), **options) == whole).all()
     assert len(sample_tokens(logits[:0], keys[:0], np.arange(0), **options)) == 0
 
 
