@@ -28,7 +28,7 @@ from trainer.batch import GroupKey, TrainingGroup
 from trainer.config import TrainerConfig
 from trainer.decode import Pick, generate
 from trainer.evaluate import evaluate_policy
-from trainer.policy import write_policy
+from trainer.policy import write_files
 from trainer.step import Learner
 from trainer.warmup import make_base_policy
 
@@ -76,7 +76,7 @@ def run(
             weights.append(_copy(learner))
         cpu_seconds = time.process_time() - started
         last = Path(scratch) / "last"
-        write_policy(last, learner.config_bytes, learner.encode_weights())
+        write_files(last, learner.encode_policy())
         reward_first, reward_last = (_evaluate(path, environment) for path in (folder, last))
     rollouts = steps * groups * group_size
     return {

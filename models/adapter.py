@@ -242,15 +242,20 @@ def read_adapter_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
     return tensors
 
 
+def list_adapted(layout: Mapping[str, Shape]) -> list[str]:
+    """Names of the base policy's tensors that an adapter of this layout changes."""
+    paths = [name.removeprefix(_PREFIX).removesuffix(_SUFFIX_A) for name in layout if name.endswith(_SUFFIX_A)]
+    return [path + _WEIGHT for path in paths]
+
+
 def read_updates(folder: Path) -> dict[str, Update]:
     """The updates of an adapter by the name of the base tensor they change. Raises `Fault`."""
     adapter, _ = read_adapter_config(folder)
     tensors = read_adapter_tensors(folder)
     updates = {}
-    for name, a in tensors.items():
-        if name.endswith(_SUFFIX_A):
-            path = name.removeprefix(_PREFIX).removesuffix(_SUFFIX_A)
-            updates[path + _WEIGHT] = Update(a, tensors[f"{_PREFIX}{path}{_SUFFIX_B}"], adapter.alpha / adapter.rank)
+    for name in list_adapted({name: tensor.shape for name, tensor in tensors.items()}):
+        path = _PREFIX + name.removesuffix(_WEIGHT)
+        updates[name] = Update(tensors[path + _SUFFIX_A], tensors[path + _SUFFIX_B], adapter.alpha / adapter.rank)
     return updates
 
 

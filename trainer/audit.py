@@ -3,7 +3,9 @@
 `audit_policy` finds the bundles of a lineage's leaves, checks and scores them as the trainer did, takes the step again and
 compares content hashes. The parent's optimiser state and the settings come from the trainer, and both must hash to what its
 lineage says. Equal hashes prove the step. Unequal ones prove nothing across different hardware, thread counts or
-library versions, where the last bits of a sum differ: `Audit.distance` says how far apart the weights are.
+library versions, where the last bits of a sum differ: `Audit.distance` says how far apart the weights are. Where policies are
+adapters the step starts from the parent's adapter (for version 1, from the one that the settings' seed gives) and the base
+policy, and adapters are compared: they are published as they are trained, so nothing is hidden by a rounding.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from models.adapter import ADAPTER_WEIGHTS, is_adapter
 from models.policy import WEIGHTS
 from protocol.errors import Fault, Ignore, Reason, Reject
 from protocol.ledger.state import Task
@@ -27,7 +30,7 @@ from trainer.batch import TrainingGroup
 from trainer.config import TrainerConfig
 from trainer.ingest import Scorers, check_submission
 from trainer.lineage import fetch_lineage
-from trainer.policy import write_policy
+from trainer.policy import write_files
 from trainer.step import Learner, StepReport
 
 
@@ -93,7 +96,7 @@ async def audit_policy(
     scorers = Scorers(make_scorer)
     groups = await _collect_groups(ledger, task, lineage, blobs, policies, environment, scorers)
     folder = await policies.fetch(task.task, parent.version)
-    reference = await policies.fetch(task.task, 0) if config.kl else None
+    reference = await policies.fetch(task.task, 0) if config.kl and not task.spec.adapter.rank else None
 
     def rerun() -> tuple[StepReport, bytes]:
         learner = Learner(
@@ -101,12 +104,14 @@ async def audit_policy(
             folder,
             temperature=task.spec.sampling.temperature_milli / 1000,
             optimizer=optimizer,
+            adapter=task.spec.adapter,
+            base_policy=task.spec.base_policy,
             reference=reference,
             device=device,
             threads=threads,
         )
         report = learner.step(groups, version - 1)
-        write_policy(scratch, learner.config_bytes, learner.encode_weights())
+        write_files(scratch, learner.encode_policy())
         return report, hash_folder(scratch)
 
     report, computed = await asyncio.to_thread(rerun)
@@ -193,7 +198,8 @@ def _list_candidates(task: Task, version: int) -> Iterable[tuple[int, bytes]]:
 
 
 def _measure_distance(mine: Path, theirs: Path) -> float:
-    ours, other = load_file(mine / WEIGHTS), load_file(theirs / WEIGHTS)
+    name = ADAPTER_WEIGHTS if is_adapter(mine) else WEIGHTS
+    ours, other = load_file(mine / name), load_file(theirs / name)
     if ours.keys() != other.keys() or any(ours[name].shape != other[name].shape for name in ours):
         raise Fault(f"{theirs} has other tensors than its parent")
     return max(float((ours[name].double() - other[name].double()).abs().max()) for name in ours)

@@ -3,6 +3,9 @@
     generations/00000007/policy/config.json, policy/model.safetensors, optimizer.safetensors, state.json
     generations/00000007.complete      digests of the four files: the marker
 
+A policy that is an adapter has policy/adapter_config.json and policy/adapter_model.safetensors instead, and a link `base` to
+the base policy's folder, which is made again when a generation is taken up and is no part of it.
+
 Written in this order: files and directories with fsync under a `.tmp` name, rename, marker. What has no valid marker does
 not exist: it is removed before the same version is written again. The newest `KEEP` generations stay, because the
 optimiser state of the parent is what an audit of the newest step starts from. A generation carries the leaves that were
@@ -12,11 +15,13 @@ consumed to make it, so after SIGKILL at any point no rollout is used twice in a
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from models.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, link_base
 from models.policy import CONFIG, WEIGHTS
 from protocol.errors import Fault
 from trainer.files import disk_errors, remove_tree, sync_directory, write_atomic, write_synced
@@ -26,7 +31,8 @@ KEEP = 2
 POLICY = "policy"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-_FILES = (f"{POLICY}/{CONFIG}", f"{POLICY}/{WEIGHTS}", OPTIMIZER, STATE)
+_WHOLE = (CONFIG, WEIGHTS)
+_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 _STATE_BYTES_MAX = 64 << 20
 
 
@@ -130,8 +136,14 @@ class Generations:
                 continue
         return None
 
-    def write(self, state: State, *, config: bytes, weights: bytes, optimizer: bytes) -> Generation:
+    def write(
+        self, state: State, *, policy: Mapping[str, bytes], optimizer: bytes, base: Path | None = None
+    ) -> Generation:
         """Make a generation durable, then delete all but the newest `keep`.
+
+        Args:
+            policy: files of the policy by name.
+            base: folder of the base policy, when this one is an adapter.
 
         Raises:
             Fault: the disk failed. Older generations are as they were.
@@ -141,8 +153,10 @@ class Generations:
         with disk_errors(f"writing {folder}"):
             self._clear(marker, folder, draft)
             (draft / POLICY).mkdir(parents=True)
-            write_synced(draft / POLICY / CONFIG, config)
-            write_synced(draft / POLICY / WEIGHTS, weights)
+            for name, data in policy.items():
+                write_synced(draft / POLICY / name, data)
+            if base is not None:
+                link_base(draft / POLICY, base)
             sync_directory(draft / POLICY)
             write_synced(draft / OPTIMIZER, optimizer)
             write_synced(draft / STATE, msgspec.json.encode(state))
@@ -183,7 +197,8 @@ class Generations:
 def _digest_files(folder: Path) -> bytes:
     """What a marker holds: one line "digest name" per file."""
     lines = []
-    for name in _FILES:
+    policy = _ADAPTER if is_adapter(folder / POLICY) else _WHOLE
+    for name in (*(f"{POLICY}/{name}" for name in policy), OPTIMIZER, STATE):
         path = folder / name
         if path.is_symlink():
             raise Fault(f"{path} is a link")

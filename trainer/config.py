@@ -31,7 +31,7 @@ class TrainerConfig:
         groups_min: admitted groups that start a step; 0 means half of the task's groups per round.
         groups_max: most groups of one step; 0 means twice the task's groups per round.
         node_share_max_ppm: largest share of one node in a batch, in millionths, unless no other node delivers.
-        seed: of dropout, for models that have it.
+        seed: of dropout, for models that have it, and of the first adapter of a LoRA task.
     """
 
     learning_rate: float = 2e-4

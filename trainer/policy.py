@@ -1,12 +1,13 @@
-"""Torch models to policy folders {config.json, model.safetensors}; models.policy reads them back. Never pickle.
+"""Torch models to policy folders; models.policy reads them back. Never pickle.
 
 Written folders are a function of the weights alone (sorted keys, no metadata, no library version), so that a content
-hash of a folder is a hash of the policy. Neighbours: trainer.step trains what models.policy loads.
+hash of a folder is a hash of the policy. Neighbours: trainer.weights decides what is trained and written.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -44,10 +45,15 @@ def encode_config(config: PreTrainedConfig) -> bytes:
 
 
 def write_policy(folder: Path, config: bytes, weights: bytes) -> None:
+    """Write the folder of a whole policy, see `write_files`."""
+    write_files(folder, {CONFIG: config, WEIGHTS: weights})
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a policy folder durably. The folder must not exist; it is complete when this returns."""
     with disk_errors(f"writing {folder}"):
         folder.mkdir()
-        write_synced(folder / CONFIG, config)
-        write_synced(folder / WEIGHTS, weights)
+        for name, data in files.items():
+            write_synced(folder / name, data)
         sync_directory(folder)
         sync_directory(folder.parent)

@@ -2,7 +2,8 @@
 
 A step is a function of (weights, optimiser state, batch, configuration, version): the same thread count and library give
 the same bits, which is what `trainer.audit` relies on. Weights are kept in float32 whatever the policy's own type is.
-Neighbours: trainer.batch makes batches, trainer.checkpoint stores a `Learner`, trainer.grpo holds the loss.
+Neighbours: trainer.batch makes batches, trainer.weights is what is trained, trainer.checkpoint stores a `Learner`,
+trainer.grpo holds the loss.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import load_file
 from torch import Tensor
 
-from models.policy import CONFIG, WEIGHTS, load_model
+from protocol.adapter import WHOLE_POLICIES, Adapter
 from protocol.errors import Fault
 from trainer.batch import TrainingGroup
 from trainer.config import TrainerConfig
 from trainer.grpo import compute_advantages, compute_loss, has_variance
 from trainer.packing import MicroBatch, compute_logprobs, make_micro_batches
-from trainer.policy import collect_tensors, encode_tensors
+from trainer.policy import encode_tensors
+from trainer.weights import open_weights
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Logits of one forward pass, tokens times vocabulary; with their gradients and softmax a few times as many are in memory.
+LOGITS_MAX = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class Learner:
         folder: policy folder to start from.
         optimizer: canonical optimiser bytes as `encode_optimizer` gives them, or None for a fresh state.
         temperature: the task's, in logit units.
+        adapter / base_policy: the task's. With an adapter only that is trained, and the folder holds one or is the base.
+        reference: folder of version 0, for a KL penalty; an adapter needs none.
 
     Raises:
         Fault: see `models.policy.load_model`; a damaged optimiser state is a `Fault`.
@@ -98,6 +103,8 @@ class Learner:
         *,
         temperature: float,
         optimizer: bytes | None = None,
+        adapter: Adapter = WHOLE_POLICIES,
+        base_policy: bytes = b"",
         reference: Path | None = None,
         device: str = "cpu",
         threads: int = 1,
@@ -106,13 +113,11 @@ class Learner:
         self.config = config
         self.temperature = temperature
         self.device = device
-        self.model = load_model(folder, device=device)
-        self.config_bytes = (folder / CONFIG).read_bytes()
-        #: Type in which policies are published: that of the policy we started from.
-        self.policy_dtype = _read_dtype(folder)
-        self._reference = load_model(reference, device=device) if reference is not None and config.kl else None
+        reference = reference if config.kl else None
+        self._weights = open_weights(folder, adapter, base_policy, reference=reference, seed=config.seed, device=device)
+        self.model = self._weights.model
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._weights.trained.values(),
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
@@ -121,27 +126,27 @@ class Learner:
         if optimizer is not None:
             self._load_optimizer(optimizer)
 
-    def encode_weights(self) -> bytes:
-        """Canonical model.safetensors of the policy."""
-        return encode_tensors(collect_tensors(self.model, self.policy_dtype))
+    def encode_policy(self) -> dict[str, bytes]:
+        """Canonical files of the policy by name: a configuration and a safetensors file."""
+        return self._weights.encode_policy()
 
     def encode_optimizer(self) -> bytes:
         """Canonical optimiser state: moments and step counts by parameter name, and the float32 weights when the policy
         is published in a narrower type."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._weights.trained.items():
             state = self._optimizer.state.get(parameter, {})
             for moment in _MOMENTS:
                 tensors[f"{moment}.{name}"] = state.get(moment, torch.zeros_like(parameter)).detach().cpu().contiguous()
             tensors[f"step.{name}"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu()
-            if self.policy_dtype != torch.float32:
+            if self._weights.published_dtype != torch.float32:
                 tensors[f"weight.{name}"] = parameter.detach().cpu().contiguous()
         return encode_tensors(tensors)
 
     def _load_optimizer(self, data: bytes) -> None:
         try:
             tensors = load_tensors(data)
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self._weights.trained.items():
                 self._optimizer.state[parameter] = {
                     "step": tensors[f"step.{name}"].reshape(()),
                     **{moment: tensors[f"{moment}.{name}"].to(self.device) for moment in _MOMENTS},
@@ -193,8 +198,11 @@ class Learner:
         )
 
     def _pack(self, groups: Sequence[TrainingGroup], advantages: NDArray[np.float32]) -> Minibatch:
-        parts = list(make_micro_batches(groups, advantages, self.config.tokens_max, self.device))
-        references = [None if self._reference is None else self._reference_logprobs(part) for part in parts]
+        tokens_max = min(self.config.tokens_max, max(1, LOGITS_MAX // int(self.model.config.vocab_size)))
+        parts = list(make_micro_batches(groups, advantages, tokens_max, self.device))
+        references: list[Tensor | None] = [None] * len(parts)
+        if self.config.kl:
+            references = self._compute_references(parts)
         return Minibatch(parts, references, sum(group.num_sampled for group in groups))
 
     def _update(self, minibatch: Minibatch) -> Update:
@@ -218,15 +226,17 @@ class Learner:
             loss += float(found.loss.detach())
             clipped, skipped = clipped + found.clipped, skipped + found.skipped
             kl, entropy = kl + found.kl, entropy + found.entropy
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_norm_max))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._weights.trained.values(), self.config.grad_norm_max))
         if np.isfinite(norm):
             self._optimizer.step()
         return Update(loss, norm, clipped, skipped, kl, entropy)
 
-    def _reference_logprobs(self, part: MicroBatch) -> Tensor:
-        assert self._reference is not None
-        with torch.no_grad():
-            return compute_logprobs(self._reference, part, self.temperature, with_entropy=False)[0]
+    def _compute_references(self, parts: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Log-probabilities of each part under policy version 0."""
+        with self._weights.reference() as model, torch.no_grad():
+            if model is None:
+                return [None] * len(parts)
+            return [compute_logprobs(model, part, self.temperature, with_entropy=False)[0] for part in parts]
 
 
 def _split(
@@ -235,8 +245,3 @@ def _split(
     """Deal groups out to parts of at most `size`, so that each has groups of every node and age."""
     count = -(-len(groups) // size) if size else 1
     return [(groups[part::count], advantages[part::count]) for part in range(count)]
-
-
-def _read_dtype(folder: Path) -> torch.dtype:
-    """Type of the floating-point tensors in a policy's file."""
-    return next((t.dtype for t in load_file(folder / WEIGHTS).values() if t.is_floating_point()), torch.float32)

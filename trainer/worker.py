@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.adapter import link_base
 from protocol.errors import ConfigError, Fault
 from protocol.identity import NetworkKey
 from protocol.ledger.state import Task
@@ -85,6 +86,7 @@ class TrainerWorker:
         self._device = device
         self._threads = threads
         self._generations = Generations(directory / "generations" / task.hex()[:16])
+        self._adapter, self._base_policy = spec.adapter, spec.base_policy
         self._generation: Generation | None = None
         self._learner: Learner | None = None
         self._consumed: frozenset[bytes] = frozenset()
@@ -132,6 +134,8 @@ class TrainerWorker:
             found = await asyncio.to_thread(self._generations.load_newest)
             if found is None or found.state.task != self._task.hex():
                 return await self._adopt(task)
+            if base := await self._fetch_base():
+                link_base(found.policy, base)
             self._set_generation(found)
             self._events("resumed", {"version": found.version})
         assert self._generation is not None
@@ -160,9 +164,9 @@ class TrainerWorker:
         generation = await asyncio.to_thread(
             self._generations.write,
             state,
-            config=learner.config_bytes,
-            weights=learner.encode_weights(),
+            policy=learner.encode_policy(),
             optimizer=optimizer,
+            base=await self._fetch_base(),
         )
         self._learner = learner
         self._set_generation(generation)
@@ -170,7 +174,13 @@ class TrainerWorker:
         return generation
 
     async def _fetch_reference(self) -> Path | None:
-        return await self._policies.fetch(self._task, 0) if self._config.kl else None
+        """The policy that a KL penalty refers to; under an adapter it is in memory anyway."""
+        wanted = self._config.kl and not self._adapter.rank
+        return await self._policies.fetch(self._task, 0) if wanted else None
+
+    async def _fetch_base(self) -> Path | None:
+        """The policy that adapters belong to."""
+        return await self._policies.fetch(self._task, 0) if self._adapter.rank else None
 
     def _make_learner(self, folder: Path, optimizer: bytes | None, reference: Path | None) -> Learner:
         milli = self._ledger.state.tasks[self._task].spec.sampling.temperature_milli
@@ -179,6 +189,8 @@ class TrainerWorker:
             folder,
             temperature=milli / 1000,
             optimizer=optimizer,
+            adapter=self._adapter,
+            base_policy=self._base_policy,
             reference=reference,
             device=self._device,
             threads=self._threads,
@@ -238,10 +250,11 @@ class TrainerWorker:
         released = await self._releaser.publish(task, generation)
         started = time.monotonic()
         reference = None if self._learner is not None else await self._fetch_reference()
+        base = await self._fetch_base()
         learner, self._learner = self._learner, None
         # Until the generation is on disk there is no learner: after a failure it is loaded again from the last one.
         learner, made, report, cpu_seconds = await asyncio.to_thread(
-            self._make_generation, task, learner, generation, batch, released.policy, released.lineage, reference
+            self._make_generation, task, learner, generation, batch, released.policy, released.lineage, reference, base
         )
         self._learner = learner
         self._set_generation(made)
@@ -258,6 +271,7 @@ class TrainerWorker:
         parent: bytes,
         parent_lineage: bytes,
         reference: Path | None,
+        base: Path | None,
     ) -> tuple[Learner, Generation, StepReport, float]:
         started = time.thread_time()
         before = generation.read_optimizer()
@@ -276,7 +290,7 @@ class TrainerWorker:
             seed=self._config.seed,
         )
         made = self._generations.write(
-            state, config=learner.config_bytes, weights=learner.encode_weights(), optimizer=learner.encode_optimizer()
+            state, policy=learner.encode_policy(), optimizer=learner.encode_optimizer(), base=base
         )
         return learner, made, report, time.thread_time() - started
 

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from models.adapter import BASE, is_adapter, link_base
 from protocol.codec import tagged_hash
 from protocol.errors import Fault
 from protocol.ledger.calls import Call
@@ -114,9 +115,9 @@ class MemoryBlobs:
 
 
 def hash_policy(folder: Path) -> bytes:
-    """Content hash of a policy folder: over sorted names, sizes and SHA-256 digests."""
+    """Content hash of a policy folder: over sorted names, sizes and SHA-256 digests. An adapter's link is no content."""
     parts = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.iterdir() if path.name != BASE):
         data = path.read_bytes()
         parts += [path.name.encode(), len(data).to_bytes(8, "big"), hashlib.sha256(data).digest()]
     return tagged_hash("memory-policy", *parts)
@@ -150,7 +151,9 @@ class MemoryPolicies:
     async def publish(self, task: bytes, version: int, parent: int, folder: Path) -> tuple[bytes, bytes]:
         target = self.directory / f"{task.hex()[:16]}-{version}"
         if not target.exists():
-            shutil.copytree(folder, target)
+            shutil.copytree(folder, target, ignore=shutil.ignore_patterns(BASE))
+            if is_adapter(target):
+                link_base(target, self.folders[task, 0])
         self.folders[task, version] = target
         policy = hash_policy(target)
         return policy, tagged_hash("memory-manifest", policy, version.to_bytes(8, "big"), parent.to_bytes(8, "big"))

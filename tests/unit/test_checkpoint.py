@@ -1,5 +1,5 @@
 """Generations under SIGKILL: at every system call of a write, a child process dies; what is left must be the old state or the
-new one, complete, and a lineage that goes on from it must use no leaf twice."""
+new one, complete, and a lineage that goes on from it must use no leaf twice. All of it for whole policies and for adapters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ import itertools
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from protocol.errors import Fault
 from trainer.checkpoint import KEEP, Generations, State
 
-CALLS = ("open", "write", "fsync", "close", "rename", "replace", "unlink", "rmdir", "mkdir")
+CALLS = ("open", "write", "fsync", "close", "rename", "replace", "unlink", "rmdir", "mkdir", "symlink")
 POOL = [f"{number:064x}" for number in range(12)]
+
+
+KINDS = {
+    "whole": ("config.json", "model.safetensors"),
+    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
+}
+kind = "whole"
+
+
+@pytest.fixture(autouse=True, params=KINDS)
+def _kind(request):
+    global kind
+    kind = request.param
 
 
 def make_state(version: int, leaves=(), consumed=None) -> State:
@@ -33,9 +47,13 @@ def make_state(version: int, leaves=(), consumed=None) -> State:
     )
 
 
-def content(version: int) -> dict[str, bytes]:
-    """Bytes of a generation, different for every version."""
-    return {name: f"{name} of {version}".encode() * 9 for name in ("config", "weights", "optimizer")}
+def content(version: int) -> dict:
+    """What a generation is written from, different for every version."""
+    return {
+        "policy": {name: f"{name} of {version}".encode() * 9 for name in KINDS[kind]},
+        "optimizer": f"optimizer of {version}".encode() * 9,
+        "base": Path("/base") if kind == "adapter" else None,
+    }
 
 
 def train_once(generations: Generations) -> None:
@@ -54,8 +72,8 @@ def check(generations: Generations, versions: set[int]) -> None:
     assert newest is not None
     assert newest.version in versions
     expected = content(newest.version)
-    assert (newest.policy / "config.json").read_bytes() == expected["config"]
-    assert (newest.policy / "model.safetensors").read_bytes() == expected["weights"]
+    assert {name: (newest.policy / name).read_bytes() for name in KINDS[kind]} == expected["policy"]
+    assert (newest.policy / "base").is_symlink() == (kind == "adapter")
     assert newest.read_optimizer() == expected["optimizer"]
     used = [*itertools.chain.from_iterable(newest.state.consumed.values()), *newest.state.leaves]
     assert used == POOL[: 2 * (newest.version + 1)]
@@ -93,7 +111,7 @@ def test_T4_sigkill_at_every_boundary_of_a_write_loses_nothing(tmp_path):
     boundaries = 0
     for number in itertools.count():
         root = tmp_path / f"{number}"
-        shutil.copytree(start, root)
+        shutil.copytree(start, root, symlinks=True)
         killed = run_and_kill(root, number)
         check(Generations(root), {2, 3} if killed else {3})
         # A second death while recovering, then a clean run.
@@ -130,15 +148,14 @@ def test_the_last_two_generations_stay(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["policy/model.safetensors", "policy/config.json", "optimizer.safetensors", "state.json"]
-)
+@pytest.mark.parametrize("name", ["weights", "config", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_generation_is_passed_over(tmp_path, name, damage):
     generations = Generations(tmp_path)
     for _ in range(2):
         train_once(generations)
-    path = tmp_path / "00000001" / name
+    config, weights = KINDS[kind]
+    path = tmp_path / "00000001" / {"config": f"policy/{config}", "weights": f"policy/{weights}"}.get(name, name)
     data = bytearray(path.read_bytes())
     if damage == "remove":
         path.unlink()

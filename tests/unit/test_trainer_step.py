@@ -20,7 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.decode import generate, make_gumbel_pick
 from trainer.evaluate import evaluate_policy
 from trainer.packing import compute_logprobs, make_micro_batches
-from trainer.policy import write_policy
+from trainer.policy import write_files, write_policy
 from trainer.step import Learner
 from verifier.scorer import TorchScorer
 
@@ -51,6 +51,10 @@ def groups(base):
     return made
 
 
+def weights_of(learner):
+    return load_tensors(learner.encode_policy()["model.safetensors"])
+
+
 def train(base, groups, config=CONFIG, steps=1, **extra):
     learner = Learner(config, base, temperature=1.0, **extra)
     reports = [learner.step(groups, version) for version in range(steps)]
@@ -59,18 +63,18 @@ def train(base, groups, config=CONFIG, steps=1, **extra):
 
 def test_the_same_step_gives_the_same_bits(base, groups):
     first, second = (train(base, groups, steps=3)[0] for _ in range(2))
-    assert first.encode_weights() == second.encode_weights()
+    assert first.encode_policy() == second.encode_policy()
     assert first.encode_optimizer() == second.encode_optimizer()
-    assert first.encode_weights() != Learner(CONFIG, base, temperature=1.0).encode_weights()
+    assert first.encode_policy() != Learner(CONFIG, base, temperature=1.0).encode_policy()
 
 
 def test_a_lineage_that_was_saved_and_loaded_goes_on_with_the_same_bits(base, groups, tmp_path):
     learner, _ = train(base, groups, steps=2)
-    write_policy(tmp_path / "policy", learner.config_bytes, learner.encode_weights())
+    write_files(tmp_path / "policy", learner.encode_policy())
     loaded = Learner(CONFIG, tmp_path / "policy", temperature=1.0, optimizer=learner.encode_optimizer())
     for one in (learner, loaded):
         one.step(groups, 2)
-    assert loaded.encode_weights() == learner.encode_weights()
+    assert loaded.encode_policy() == learner.encode_policy()
     assert loaded.encode_optimizer() == learner.encode_optimizer()
 
 
@@ -79,7 +83,10 @@ def test_accumulation_over_small_batches_gives_the_same_step(base, groups):
     parts, (report_parts,) = train(base, groups, replace(CONFIG, tokens_max=40))
     assert report_parts.loss == pytest.approx(report.loss, abs=1e-5)
     assert report_parts.grad_norm == pytest.approx(report.grad_norm, rel=1e-3)
-    one, other = load_tensors(whole.encode_weights()), load_tensors(parts.encode_weights())
+    one, other = (
+        weights_of(whole),
+        weights_of(parts),
+    )
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 2e-4
 
 
@@ -135,7 +142,7 @@ def test_groups_without_variance_are_reported_but_not_trained_on(base, groups):
     without, (alone,) = train(base, groups)
     assert (report.groups, report.informative) == (7, 6)
     assert report.reward_mean == pytest.approx(alone.reward_mean * 6 / 7)
-    assert with_flat.encode_weights() == without.encode_weights()
+    assert with_flat.encode_policy() == without.encode_policy()
     with pytest.raises(Fault, match="nothing to learn"):
         train(base, [flat])
 
@@ -149,7 +156,7 @@ def test_T3_a_gradient_that_is_not_finite_changes_nothing(base, groups, tmp_path
     before = Learner(CONFIG, broken, temperature=1.0)
     after, (report,) = train(broken, groups)
     assert report.updates_skipped == CONFIG.epochs
-    assert after.encode_weights() == before.encode_weights()
+    assert after.encode_policy() == before.encode_policy()
     assert after.encode_optimizer() == before.encode_optimizer()
 
 
@@ -160,7 +167,7 @@ def test_T3_impossible_old_logprobs_are_left_out(base, groups):
     learner, (report,) = train(base, [replace(groups[0], logprobs=tuple(lines)), *groups[1:]])
     assert report.tokens_skipped == len(lines[0]) * CONFIG.epochs
     assert report.updates_skipped == 0
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in load_tensors(learner.encode_weights()).values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights_of(learner).values())
 
 
 def test_kl_keeps_the_policy_near_its_reference(base, groups):
@@ -169,8 +176,8 @@ def test_kl_keeps_the_policy_near_its_reference(base, groups):
 
     def distance(config):
         learner, reports = train(base, groups, config, steps=4, reference=base)
-        start = load_tensors(Learner(config, base, temperature=1.0).encode_weights())
-        end = load_tensors(learner.encode_weights())
+        start = weights_of(Learner(config, base, temperature=1.0))
+        end = weights_of(learner)
         part = next(make_micro_batches(groups, np.ones((6, 8), dtype=np.float32), 10**6, "cpu"))
         with torch.no_grad():
             new, _ = compute_logprobs(learner.model, part, 1.0, with_entropy=False)
@@ -196,20 +203,20 @@ def test_a_bf16_policy_keeps_float32_weights_in_the_optimiser_state(base, groups
     write_policy(narrow, (base / "config.json").read_bytes(), b"")
     save_file(tensors, narrow / "model.safetensors")
     learner, _ = train(narrow, groups)
-    assert {tensor.dtype for tensor in load_tensors(learner.encode_weights()).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in weights_of(learner).values()} == {torch.bfloat16}
     next_folder = tmp_path / "next"
-    write_policy(next_folder, learner.config_bytes, learner.encode_weights())
+    write_files(next_folder, learner.encode_policy())
     loaded = Learner(CONFIG, next_folder, temperature=1.0, optimizer=learner.encode_optimizer())
     for one in (learner, loaded):
         one.step(groups, 1)
-    assert loaded.encode_weights() == learner.encode_weights()
+    assert loaded.encode_policy() == learner.encode_policy()
 
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_policies_are_written_as_they_were_read(tmp_path, tie):
     folder = make_model(tmp_path / "model", 1, tie=tie)
     learner = Learner(CONFIG, folder, temperature=1.0)
-    read, written = load_file(folder / "model.safetensors"), load_tensors(learner.encode_weights())
+    read, written = load_file(folder / "model.safetensors"), weights_of(learner)
     assert read.keys() == written.keys()
     assert all(torch.equal(read[name], written[name]) for name in read)
     assert read_hidden_size(folder) == 64
