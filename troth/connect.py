@@ -13,6 +13,7 @@ from pathlib import Path
 from contracts.client import EvmLedger
 from contracts.deploy import Deployment
 from contracts.jsonrpc import HttpRpc, RpcError, Unreachable
+from inference.twin import find_foreign_record, name_record
 from protocol.codec import PROTOCOL_VERSION
 from protocol.errors import ConfigError, Fault, Reason, Reject, TrothError
 from protocol.ledger.calls import Call, Register, SetRecord
@@ -173,9 +174,11 @@ async def ensure_registered(ledger: EvmLedger, keys: Keys, role: Role, *, stake:
         )
     if known.network_key != keys.network.public:
         raise ConfigError("the registered network key is another one: this keystore does not belong to the account")
+    if role is Role.NODE and find_foreign_record(ledger) is not None:
+        return  # another machine may be at work under it: the node watches first, and claims the account when it signs
     sequence = _current_sequence(ledger, keys, known.record, endpoint)
     if sequence is not None:
-        await send(ledger, f"record/{sequence}", SetRecord(make_record(ledger, keys, endpoint, sequence)))
+        await send(ledger, name_record(sequence), SetRecord(make_record(ledger, keys, endpoint, sequence)))
 
 
 def _current_sequence(ledger: EvmLedger, keys: Keys, record: bytes, endpoint: str) -> int | None:

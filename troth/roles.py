@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import shutil
 import signal
 import sys
 import time
@@ -19,15 +20,19 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from contracts.client import EvmLedger
-from protocol.errors import ConfigError, Fault, Ignore, Reject
+from inference.status import Condition
+from protocol.errors import ConfigError, Fault, Ignore, Reject, TrothError
 from protocol.ledger.events import Role
 from protocol.ledger.state import Task
 from protocol.ports import Scorer
 from troth.connect import ensure_registered, open_ledger, pick_task, verify_terms
 from troth.duties import BeaconDuty
+from troth.engines import make_engine, preload_engine
 from troth.eventlog import EventLog
 from troth.keystore import Keys, load, read_password
+from troth.lock import DirectoryLock
 from troth.network import Mesh
+from troth.operating import Operator
 from troth.settings import RoleSettings
 
 log = logging.getLogger("troth.roles")
@@ -58,6 +63,8 @@ class Context:
         self.settings, self.keys, self.ledger = settings, keys, ledger
         self.mesh, self.events, self.cheat = mesh, events, cheat
         self.directory = Path(settings.directory)
+        #: Of a node only.
+        self.operator: Operator | None = None
 
 
 async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str = "") -> None:
@@ -67,9 +74,25 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
         ConfigError: for settings or registrations that cannot work.
         Fault: when the ledger cannot be reached at start.
     """
+    lock = DirectoryLock(Path(settings.directory))
+    operator = Operator(settings, _show) if Role[name.upper()] is Role.NODE else None
+    ending = "it was told to stop"
+    try:
+        await _run_role(name, settings, yes=yes, cheat=cheat, operator=operator)
+    except BaseException as error:
+        ending = str(error) if isinstance(error, TrothError) else f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if operator is not None:
+            await operator.close(ending)
+        lock.close()
+
+
+async def _run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str, operator: Operator | None) -> None:
+    """`run_role` once the directory is ours."""
     role = Role[name.upper()]
     keys = load(settings.keystore_path, read_password())
-    _preload(role)
+    _preload(role, settings)
     ledger = await open_ledger(settings, keys)
     events = EventLog(Path(settings.directory), name)
     stop = asyncio.Event()
@@ -94,6 +117,9 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
         )
         events("started", {"account": ledger.account, "endpoint": endpoint})
         context = Context(settings, keys, ledger, mesh, events, cheat)
+        if operator is not None:
+            operator.connect(ledger, keys, mesh, settings.network.advertise or endpoint)
+            context.operator = operator
         if role is Role.RELAY:
             worker = _make_relay(context)
             relay_accept.append(worker.accept)
@@ -109,16 +135,17 @@ async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str =
 
 #: What a role's worker needs of the heavy packages.
 _HEAVY = {
-    Role.NODE: ("inference.engine",),
     Role.VERIFIER: ("verifier.scorer",),
     Role.TRAINER: ("trainer.worker", "verifier.scorer"),
 }
 
 
-def _preload(role: Role) -> None:
+def _preload(role: Role, settings: RoleSettings) -> None:
     """Import what the role's worker needs before any socket is open: it takes seconds, in which nobody would answer."""
     for module in _HEAVY.get(role, ()):
         importlib.import_module(module)
+    if role is Role.NODE:
+        preload_engine(settings.compute)
 
 
 class _Chooser:
@@ -143,6 +170,7 @@ class _Chooser:
             ConfigError: when the named task cannot be served.
         """
         tasks = self._context.ledger.state.tasks
+        await self._drop_misfit()
         if self._worker is not None and self._serving in tasks and not tasks[self._serving].closed:
             return self._worker
         for task in self._candidates():
@@ -163,7 +191,24 @@ class _Chooser:
             self._context.events("serving", {"task": task.task})
             print(f"{self._role.name.lower()}: serving task {task.task.hex()[:12]}", file=sys.stderr)
             break
+        if self._worker is None and self._context.operator is not None:
+            self._context.operator.no_worker(len(self._refused))
         return self._worker
+
+    async def _drop_misfit(self) -> None:
+        """Stop serving a task whose policy does not fit on this machine, before it is fetched."""
+        operator, serving = self._context.operator, self._serving
+        policies = None if operator is None else operator.policies
+        if policies is None or serving is None or serving not in policies.misfits:
+            return
+        text = policies.misfits.pop(serving)
+        if self._context.settings.task:
+            raise ConfigError(text)
+        self._refused.add(serving)
+        self._context.events("refused_task", {"task": serving, "text": text})
+        if self._worker is not None:
+            await self._worker.close()
+        self._worker = self._serving = None
 
     def _candidates(self) -> list[Task]:
         ledger = self._context.ledger
@@ -205,6 +250,9 @@ async def _turn(
     """One turn of the loop; returns the worker, if there is one yet."""
     await _guarded(context, "ledger", context.ledger.poll)
     await _guarded(context, "beacons", beacons.step)
+    operator = context.operator
+    if operator is not None:
+        operator.look()
     worker = await _guarded(context, "task", get_worker)
     if worker is not None:
         await _guarded(context, "step", worker.step)
@@ -225,12 +273,25 @@ async def _guarded(context: Context, what: str, work: Callable[[], Awaitable[T]]
     except ConfigError:
         raise
     except (Fault, Ignore, Reject) as error:
-        log.warning("%s: %s", what, error)
-        context.events("fault", {"what": what, "text": str(error)})
+        text = str(error)
+        log.warning("%s: %s", what, text)
     except Exception as error:
+        text = f"{type(error).__name__}: {error}"
         log.exception("%s failed unexpectedly", what)
-        context.events("fault", {"what": what, "text": f"{type(error).__name__}: {error}"})
+    context.events("fault", {"what": what, "text": text})
+    if context.operator is not None:
+        context.operator.fault(what, text)
     return None
+
+
+def _show(condition: Condition) -> None:
+    """One line that is overwritten on a terminal; elsewhere a plain line when somebody has to act or wait."""
+    text = f"node: {condition.state}: {condition.reason} (until {condition.ends})"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+    elif condition.state in ("waiting_task", "waiting_registration", "refused"):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _always(worker: Worker) -> Callable[[], Awaitable[Worker | None]]:
@@ -254,22 +315,23 @@ def _make_relay(context: Context) -> Any:
 
 def _make_node(context: Context, task: Task) -> Worker:
     import environments
-    from inference.engine import TorchEngine
     from troth.cheats import get_node_class
 
+    operator = context.operator
+    assert operator is not None
     environment = environments.load(task.spec.environment)
-    compute = context.settings.compute
     return get_node_class(context.cheat)(
         ledger=context.ledger,
         task=task.task,
         environment=environment,
-        engine=TorchEngine(compute.device, compute.dtype, compute.threads, vocab_size=environment.vocab_size),
-        policies=context.mesh.policies,
+        engine=make_engine(context.settings.compute, environment.vocab_size),
+        policies=operator.policies or context.mesh.policies,
         blobs=context.mesh.blobs,
         key=context.keys.network,
         directory=context.directory,
         events=context.events,
         slots=context.settings.slots,
+        **operator.worker_options(),
     )
 
 
