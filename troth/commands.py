@@ -12,11 +12,13 @@ from typing import Any
 
 from contracts.client import EvmLedger
 from contracts.jsonrpc import HttpRpc, RpcError, Unreachable
+from protocol.adapter import WHOLE_POLICIES, Adapter, validate_adapter
 from protocol.codec import encode, tagged_hash
 from protocol.errors import ConfigError, Fault
 from protocol.ledger.calls import AddStake, Cancel, Claim, ClaimMany, Close, Publish, StartUnbond, WithdrawStake
 from protocol.ledger.state import Task
 from protocol.settlement import compute_claim
+from protocol.task import TaskSpec
 from troth.connect import confirm, open_ledger, pick_task, send
 from troth.keystore import Keys, load, read_password
 from troth.settings import RoleSettings
@@ -132,27 +134,66 @@ def policy_evaluate(
     return rows
 
 
-async def policy_describe(settings: RoleSettings, folder: Path) -> dict[str, str]:
-    """Content hash and signed base manifest hash of a policy folder, with the trainer's key."""
+async def policy_describe(settings: RoleSettings, folder: Path, adapter: Adapter = WHOLE_POLICIES) -> dict[str, Any]:
+    """Content hash and signed base manifest hash of a policy folder, with the trainer's key; and an adapter on it.
+
+    Raises:
+        ConfigError: when the adapter is none, or too large to be worth being one.
+        Fault: when the policy has no such modules.
+    """
+    from troth.forms import measure_adapter, require_small
     from troth.network import build_base_manifest
 
+    validate_adapter(adapter)
     keys = load(settings.keystore_path, read_password())
     async with reading(settings) as ledger:
         manifest = build_base_manifest(folder, keys, ledger.chain_id, ledger.address)
-        return {
-            "base_policy": manifest.root.hex(),
-            "base_manifest": manifest.hash.hex(),
-            "trainer": hex_account(keys.account),
-        }
+    shown: dict[str, Any] = {
+        "base_policy": manifest.root.hex(),
+        "base_manifest": manifest.hash.hex(),
+        "trainer": hex_account(keys.account),
+    }
+    if adapter.rank:
+        size = measure_adapter(adapter, folder)
+        require_small(size)
+        terms = {"rank": adapter.rank, "alpha": adapter.alpha, "modules": list(adapter.modules)}
+        shown |= {"adapter": terms, "adapter_bytes": size.adapter_bytes, "base_bytes": size.base_bytes}
+    return shown
 
 
-async def task_publish(settings: RoleSettings, file: Path, *, yes: bool) -> dict[str, Any]:
-    """Publish a task file."""
+def policy_merge(folder: Path, target: Path, base: Path | None, dtype: str) -> dict[str, Any]:
+    """Write an adapter's policy as whole weights."""
+    from trainer.export import merge_policy
+
+    return merge_policy(folder, target, base=base, dtype=dtype)
+
+
+def check_adapter(spec: TaskSpec, base: Path | None) -> None:
+    """What only the base policy's folder can tell about a task with an adapter, before its escrow is paid in."""
+    from troth.forms import measure_adapter, require_small
+    from troth.network import verify_policy
+
+    if not spec.adapter.rank:
+        return
+    if base is None:
+        raise ConfigError(
+            "the task's policies are adapters: give --base FOLDER, so that they can be checked against it"
+        )
+    try:
+        verify_policy(base, spec.base_policy)
+        require_small(measure_adapter(spec.adapter, base))
+    except Fault as error:
+        raise ConfigError(f"base_policy and --base do not go together: {error}") from None
+
+
+async def task_publish(settings: RoleSettings, file: Path, *, yes: bool, base: Path | None = None) -> dict[str, Any]:
+    """Publish a task file. A task whose policies are adapters is checked against the folder of its base policy."""
     from environments import content_hash
     from troth.task_file import load_task_file
 
     async with session(settings) as (ledger, keys):
         spec, deposit = load_task_file(file, token=ledger.deployment.token, content_hash=content_hash)
+        check_adapter(spec, base)
         balance = await ledger.token_balance()
         if balance < deposit:
             raise ConfigError(f"account {hex_account(keys.account)} holds {balance} token units, deposit is {deposit}")

@@ -75,6 +75,8 @@ class TrainerSettings(Section):
     epochs: int = Field(2, ge=1, le=16)
     kl: float = Field(0.0, ge=0)
     entropy: float = Field(0.0, ge=0)
+    minibatch_groups: int = Field(4, ge=0)
+    tokens_max: int = Field(16_384, ge=1)
 
 
 class RoleSettings(Section):

@@ -45,6 +45,7 @@ def describe_spec(spec: TaskSpec) -> dict[str, Any]:
         "profile": spec.profile.name,
         "audit_probability": spec.economics.audit_ppm / PPM,
         "base_policy": spec.base_policy.hex(),
+        "adapter": {"rank": spec.adapter.rank, "alpha": spec.adapter.alpha, "modules": list(spec.adapter.modules)},
         "trainer": hex_account(spec.trainer),
         "token": hex_account(spec.token),
         "schedule": {name: getattr(spec.schedule, name) for name in spec.schedule.__struct_fields__},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -67,20 +68,62 @@ def policy_evaluate(
 
 
 @policy_app.command("describe")
-def policy_describe(folder: Path, config: Config = None, json_: Json = False) -> None:
+def policy_describe(
+    folder: Path,
+    rank: Annotated[int, typer.Option(help="rank of LoRA adapters on this policy; 0 for whole policies")] = 0,
+    alpha: Annotated[int, typer.Option(help="updates are scaled by alpha / rank; 0 for twice the rank")] = 0,
+    modules: Annotated[str, typer.Option(help="linear modules that are adapted, with commas")] = "q_proj,v_proj",
+    config: Config = None,
+    json_: Json = False,
+) -> None:
     """Content hash and base manifest of a policy folder, signed with the trainer's key: what task.toml names."""
+    from protocol.adapter import WHOLE_POLICIES, Adapter
     from troth.commands import policy_describe as work
 
-    shown = run(work(settings_of(config), folder))
-    emit(shown) if json_ else print("\n".join(f'{name} = "{value}"' for name, value in shown.items()))
+    names = tuple(sorted(name.strip() for name in modules.split(",")))
+    shown = run(work(settings_of(config), folder, Adapter(rank, alpha or 2 * rank, names) if rank else WHOLE_POLICIES))
+    if json_:
+        emit(shown)
+        return
+    for name in ("base_policy", "base_manifest", "trainer"):
+        print(f'{name} = "{shown[name]}"')
+    if rank:
+        terms, size = shown["adapter"], shown["adapter_bytes"]
+        listed = ", ".join(f'"{name}"' for name in terms["modules"])
+        print(f"adapter = {{ rank = {terms['rank']}, alpha = {terms['alpha']}, modules = [{listed}] }}")
+        share = 100 * size / shown["base_bytes"]
+        print(f"an adapter has {size} bytes, {share:.2f} % of the base's {shown['base_bytes']}", file=sys.stderr)
+
+
+@policy_app.command("merge")
+def policy_merge(
+    folder: Path,
+    target: Path,
+    base: Annotated[Path | None, typer.Option(help="folder of the base policy, if FOLDER is not linked to it")] = None,
+    dtype: Annotated[str, typer.Option(help="type of the weights; the base policy's own by default")] = "",
+    json_: Json = False,
+) -> None:
+    """Write the policy of an adapter folder as plain weights, in a new folder TARGET."""
+    from troth.commands import policy_merge as work
+
+    shown = work(folder, target, base, dtype)
+    emit(shown) if json_ else print("\n".join(f"{name}: {value}" for name, value in shown.items()))
 
 
 @task_app.command("publish")
-def task_publish(file: Path, config: Config = None, yes: Yes = False, json_: Json = False) -> None:
+def task_publish(
+    file: Path,
+    base: Annotated[
+        Path | None, typer.Option(help="folder of the base policy; needed when policies are adapters")
+    ] = None,
+    config: Config = None,
+    yes: Yes = False,
+    json_: Json = False,
+) -> None:
     """Publish a task file and put its reward into escrow."""
     from troth.commands import task_publish as work
 
-    shown = run(work(settings_of(config), file, yes=yes))
+    shown = run(work(settings_of(config), file, yes=yes, base=base))
     emit(shown) if json_ else print(f"task {shown['task']} published, round 0 starts at block {shown['start_block']}")
 
 
