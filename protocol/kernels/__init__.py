@@ -48,7 +48,7 @@ class Kernels:
 
     def load(self) -> bool:
         """Load all kernels now; returns whether they serve from here on."""
-        return all([self.get(name, cost_ns=0, large=True) is not None for name in NAMES])
+        return all(self.get(name, cost_ns=0, large=True) is not None for name in NAMES)
 
     def _load(self, name: Name) -> ModuleType | None:
         try:
