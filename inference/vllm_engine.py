@@ -89,7 +89,10 @@ class VllmEngine:
                 loading. The policy before it is in use again then, if it could be loaded; else nothing is generated.
         """
         config = make_config(read_config(folder))
-        require_memory(config, self._options, self._device, self._dtype)
+        is_built = self._runtime is not None and self._runtime.config == config
+        if not is_built:
+            self._discard()
+        require_memory(config, self._options, self._device, self._dtype, is_built=is_built)
         wanted = _Policy(folder, config, self._compute_reference(folder, config))
         previous, self._policy = self._policy, None
         try:

@@ -135,10 +135,13 @@ def compute_kv_size(config: dict[str, Any], options: VllmOptions, device: str, d
     return max(wanted, row_blocks * block_bytes) + BLOCKS_SPARE * block_bytes
 
 
-def require_memory(config: dict[str, Any], options: VllmOptions, device: str, dtype: str) -> None:
+def require_memory(config: dict[str, Any], options: VllmOptions, device: str, dtype: str, *, is_built: bool) -> None:
     """Refuse a policy that cannot fit, before anything is allocated for it.
 
-    In main memory the policy is held twice for a moment: once for the reference its loading is compared with.
+    In main memory a policy is held once more for a moment: as the reference its loading is compared with.
+
+    Args:
+        is_built: a vLLM for this architecture holds its memory already; only the reference is to come.
 
     Raises:
         Fault: with what is needed and what is free.
@@ -146,13 +149,14 @@ def require_memory(config: dict[str, Any], options: VllmOptions, device: str, dt
     todo = "use a smaller compute.vllm.kv_cache_gib, more devices, or another task"
     kv_bytes = compute_kv_size(config, options, device, dtype) or 0
     need = estimate_memory(config, dtype=dtype, batch_tokens=1)
-    here = need.weights_bytes if device != "cpu" else need.swap_bytes + kv_bytes
-    require_free(here, read_free_bytes(), "the policy (weights, a reference copy, KV cache)", todo)
-    if device != "cpu":
+    is_here = device == "cpu" and not is_built
+    here = need.swap_bytes + kv_bytes if is_here else need.weights_bytes
+    require_free(here, read_free_bytes(), "vllm: the policy (weights, reference copy, KV cache)", todo)
+    if device != "cpu" and not is_built:
         import torch
 
-        per_device = (need.weights_bytes + kv_bytes * options.num_workers) // options.num_workers
-        require_free(per_device, torch.cuda.mem_get_info()[0], "a GPU's share of weights and KV cache", todo)
+        per_device = need.weights_bytes // options.num_workers + kv_bytes
+        require_free(per_device, torch.cuda.mem_get_info()[0], "vllm: a GPU's weights and KV cache", todo)
 
 
 @contextlib.contextmanager

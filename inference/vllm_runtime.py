@@ -32,7 +32,6 @@ from protocol.ports import Generation, SampleRequest
 class _Row:
     """One completion in the making. `tokens` counts the environment's answers too, `bits` only sampled tokens."""
 
-    index: int
     request: SampleRequest
     tokens: list[int] = field(default_factory=list)
     bits: list[NDArray[np.uint16]] = field(default_factory=list)
@@ -55,12 +54,17 @@ class Runtime:
         device / dtype / threads: as in the settings.
 
     Raises:
-        Fault: when vLLM cannot be built for the architecture.
+        Fault: when vLLM cannot be built for the architecture, or another runtime of this process is not closed: vLLM's
+            process groups are global.
     """
+
+    _open: Runtime | None = None
 
     def __init__(self, config: dict[str, Any], options: VllmOptions, *, device: str, dtype: str, threads: int) -> None:
         import torch
 
+        if Runtime._open is not None:
+            raise Fault("vllm: this process runs an engine already; close it before another is built")
         self.config, self.broken = config, False
         self.model_len = compute_model_len(config, options)
         self._num_workers = options.num_workers
@@ -70,6 +74,7 @@ class Runtime:
             warnings.simplefilter("ignore")
             (Path(folder) / CONFIG).write_text(json.dumps(config))
             self._llm = _build(folder, self._arguments(config, options, device, dtype))
+            Runtime._open = self
             self._rpc("troth_watch")
 
     def _arguments(self, config: dict[str, Any], options: VllmOptions, device: str, dtype: str) -> dict[str, Any]:
@@ -101,6 +106,7 @@ class Runtime:
         """Give back memory and process groups, so that another runtime can be built."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        Runtime._open = None
         with faults("closing the engine"):
             self._llm.engine_core.shutdown()
             cleanup_dist_env_and_memory()
@@ -154,7 +160,7 @@ class Runtime:
         Raises:
             Fault: when vLLM fails (then `broken` is set) or an environment does.
         """
-        rows = [_Row(index, request) for index, request in enumerate(requests)]
+        rows = [_Row(request) for request in requests]
         running: dict[str, tuple[str, _Row]] = {}
         try:
             for row in rows:
@@ -173,11 +179,18 @@ class Runtime:
 
     def _start(self, row: _Row, terms: Terms, running: dict[str, tuple[str, _Row]]) -> None:
         """Submit a row, or what is left of it behind an answer of the environment."""
+        number = f"row-{next(self._numbers)}"
+        with faults("submitting a request"):
+            params = self._make_params(row, terms)
+            running[number] = self._submit([*row.request.prompt, *row.tokens], params, number), row
+
+    def _make_params(self, row: _Row, terms: Terms) -> Any:
+        """Greedy to vLLM; what is drawn, and how, is in `extra_args` for inference.vllm_noise."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         done = len(row.tokens)
-        params = SamplingParams(
+        return SamplingParams(
             temperature=0.0,
             max_tokens=terms.max_tokens - done,
             stop_token_ids=sorted(terms.stops),
@@ -186,9 +199,6 @@ class Runtime:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"troth": [row.request.key, done, terms.temperature, terms.vocab_size]},
         )
-        number = f"row-{next(self._numbers)}"
-        with faults("submitting a request"):
-            running[number] = self._submit([*row.request.prompt, *row.tokens], params, number), row
 
     def _absorb(self, row: _Row, output: Any, states: Any, terms: Terms) -> bool:
         """Take a finished request's tokens and states; returns whether the row goes on behind the environment's answer."""
@@ -228,7 +238,7 @@ class Runtime:
 
     def _run_until(self, names: set[str]) -> list[Any]:
         """Step until everything that was submitted has ended."""
-        ended = []
+        ended: list[Any] = []
         while len(ended) < len(names):
             ended += [output for output in self._step() if output.finished]
         return ended
