@@ -143,7 +143,7 @@ class Delivery:
             if self._ledger.state.block_number <= get_times(task, index).verdict_reveal_deadline:
                 break
             outcome = get_outcomes(self._ledger.state, task, index).get(account)
-            refused = outcome is not None and outcome.row.status != Status.GOOD
+            refused = outcome is None or outcome.row.status != Status.GOOD
             if refused and not self._explain(task, index):
                 break  # too much runs already: next step
             self._tell_verdict(task, index, outcome)
@@ -163,5 +163,6 @@ class Delivery:
     def _explain(self, task: Task, index: int) -> bool:
         """Fetch the reports on a refused round and tell their reasons."""
         return self._background.start(
-            ("explain", index), lambda: explain_round(self._ledger, self._blobs, task, index, self._events)
+            ("explain", index),
+            lambda: explain_round(self._ledger, self._blobs, task, index, self._events, self._rejected),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 
 from protocol.codec import decode
@@ -11,6 +12,12 @@ from protocol.ledger.state import Task
 from protocol.messages import REPORT_BYTES_MAX, Finding, Report, compute_report_key, make_domain, unseal_body
 from protocol.ports import BlobStore, Ledger
 from protocol.rounds import get_committee
+
+#: Longest text of a finding that is passed on, in characters.
+TEXT_CHARS_MAX = 2_000
+#: How protocol.errors.Reject writes its numbers.
+_OBSERVED = re.compile(r"; observed (.*?)(?=; limit |; |$)", re.S)
+_LIMIT = re.compile(r"; limit (.*?)(?=; |$)", re.S)
 
 
 def open_report(ledger: Ledger, task: Task, round_index: int, verifier: bytes, data: bytes) -> Report:
@@ -39,8 +46,9 @@ async def explain_round(
     task: Task,
     round_index: int,
     events: Callable[[str, dict[str, object]], None],
+    rejected: Callable[[dict[str, object]], None] = lambda fields: None,
 ) -> None:
-    """Emit one `rejected` event per finding about this account in a round's reports."""
+    """Emit one `rejected` event per finding about this account in a round's reports, and call `rejected` with it."""
     said: set[tuple[int, str]] = set()
     revealed = task.reveals.get(round_index, {})
     for verifier in get_committee(ledger.state, task, round_index):
@@ -55,10 +63,27 @@ async def explain_round(
         for finding in report.findings:
             if finding.account == ledger.account and (finding.reason, finding.text) not in said:
                 said.add((finding.reason, finding.text))
-                events("rejected", {"round": round_index, "verifier": verifier, **_describe(finding)})
+                fields = describe_finding(task.task, round_index, finding)
+                events("rejected", {"round": round_index, "verifier": verifier, **fields})
+                rejected({"round": round_index, "verifier": "0x" + verifier.hex(), **fields})
 
 
-def _describe(finding: Finding) -> dict[str, object]:
+def describe_finding(task: bytes, round_index: int, finding: Finding) -> dict[str, object]:
+    """A finding as its node reads it: the rule, what was observed, the limit, where, and the command that shows it again.
+
+    The text is a stranger's: it is cut, and a finding whose text is not in the usual form keeps it whole.
+    """
     known = finding.reason in list(Reason)
-    reason = Reason(finding.reason).name.lower() if known else str(finding.reason)
-    return {"reason": reason, "text": finding.text[:2000], "where": list(finding.where)[:4]}
+    text, where = finding.text[:TEXT_CHARS_MAX], list(finding.where)[:4]
+    observed = _OBSERVED.search(text)
+    limit = _LIMIT.search(text)
+    slot, sample = (*where, 0, 0)[:2]
+    rollout = f"{task.hex()[:12]}/{round_index}/0x{finding.account.hex()}/{slot}/{sample}"
+    return {
+        "reason": Reason(finding.reason).name.lower() if known else str(finding.reason),
+        "text": text,
+        "where": where,
+        "observed": observed[1] if observed else "",
+        "limit": limit[1] if limit else "",
+        "reproduce": f"troth explain {rollout}",
+    }
