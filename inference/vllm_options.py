@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +88,30 @@ def require_vllm(device: str) -> None:
         raise ConfigError(
             f"compute.engine is vllm, but vllm cannot be imported: {error}; see docs/engines.md"
         ) from error
+    _mend_search()
     if current_platform.device_type != device.partition(":")[0]:
         raise ConfigError(
             f"compute.device is {device!r}, but the installed vllm is built for {current_platform.device_type!r}: "
             "install the other build or change compute.device"
         )
+
+
+def _mend_search() -> None:
+    """Let vLLM be built in a process that has loaded numba, as sampling and commitments do.
+
+    Its CPU backend looks for a kernel in `vars()` of every object of every module, and ends with an AttributeError at the
+    one of llvmlite that answers to `__dict__` with something else than a dict.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # a vLLM without this search
+        return
+
+    def read_vars(value: Any) -> Mapping[str, Any]:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    dispatcher.vars = read_vars
 
 
 def make_config(fields: dict[str, Any]) -> dict[str, Any]:
