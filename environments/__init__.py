@@ -26,6 +26,11 @@ from protocol.task import Environment as EnvironmentSpec
 #: Entry name -> module with `make(args, files) -> Environment`, `read_sources(args) -> list[(name, bytes)]` and, if it needs
 #: files, `list_files(args) -> dict[sha256 hex, Kind]`. `make` gets the contents of exactly those files, by hash.
 ENTRIES = {
+    "calculator": "environments.calculator",
+    "code": "environments.code",
+    "guess": "environments.guess",
+    "dataset": "environments.dataset",
+    "math": "environments.math_set",
     "sort": "environments.sort",
     "reasoning_gym": "environments.reasoning_gym",
 }

@@ -9,6 +9,7 @@ at all (`Fault`): an infrastructure error is never a 0. Sets listed in `REFUSED`
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -31,19 +32,40 @@ from protocol.errors import ConfigError, Fault
 
 SIZE_MAX = 10_000_000
 
+#: Longest run of digits in an answer that a scorer sees. Some compute with what they find, and no honest answer is longer.
+DIGITS_MAX = 100
+
 _EVALUATES = "its scorer evaluates the answer as Python code"
-#: Sets of reasoning-gym 0.1.25 that are not taken, and why (tests/unit/test_environment_reasoning_gym.py looks at all of them).
-REFUSED: dict[str, str] = {
+_HASHES = "its questions or known answers depend on the process's hash seed"
+_RAISES = "its scorer fails on answers that are not of the form it expects"
+#: Sets of reasoning-gym 0.1.25 that are not taken, and why; all others were measured (docs/environments.md).
+REFUSED = {
     "binary_matrix": _EVALUATES,
+    "boxnet": _RAISES,
+    "codeio": "it executes code that nobody reviewed, and its answers differ between processes",
+    "coin_flip": _RAISES,
+    "composite": "it is made of other sets, which would not be looked at; name one of them",
     "countdown": _EVALUATES,
+    "game_of_life": _RAISES,
     "intermediate_integration": _EVALUATES,
+    "isomorphic_strings": _HASHES,
+    "knight_swap": _HASHES,
+    "list_functions": "its questions are drawn from an unseeded generator",
     "n_queens": _EVALUATES,
     "polynomial_multiplication": _EVALUATES,
+    "pool_matrix": "it reseeds numpy's global generator, which other threads draw from",
+    "prime_factorization": _RAISES,
     "puzzle24": _EVALUATES,
+    "ransom_note": _HASHES,
     "simple_integration": _EVALUATES,
     "spiral_matrix": _EVALUATES,
     "string_insertion": _EVALUATES,
+    "word_ladder": _HASHES,
 }
+#: Options that would let a task read a file of the participant's.
+REFUSED_OPTIONS = ("data_file",)
+
+_LONG_NUMBER = re.compile(rf"\d{{{DIGITS_MAX + 1}}}")
 
 _FIELDS = {
     "dataset": Field(str),
@@ -92,8 +114,12 @@ class ReasoningGym:
         return None if answer is None else str(answer)
 
     def grade(self, index: int, answer: str) -> int:
-        """`score_answer`. Raises `Fault` when it fails or gives no finite number."""
+        """`score_answer`. Raises `Fault` when it fails or gives no finite number.
+
+        An answer with a longer run of digits than `DIGITS_MAX` counts as an empty one.
+        """
         entry = self._entry(index)
+        answer = "" if _LONG_NUMBER.search(answer) else answer
         try:
             score = float(self.dataset.score_answer(answer, entry))
         except Exception as error:  # as above
@@ -118,6 +144,9 @@ def _create(dataset: str, seed: int, size: int, config: Mapping[str, Any]) -> An
     for name in ("seed", "size"):
         if name in config:
             raise ConfigError(f"reasoning_gym: {name} belongs beside config, not in it")
+    for name in REFUSED_OPTIONS:
+        if name in config:
+            raise ConfigError(f"reasoning_gym: option {name} names a file: a task cannot read this machine's files")
     try:
         return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **config)
     except (TypeError, ValueError, AssertionError) as error:

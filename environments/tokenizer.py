@@ -74,7 +74,8 @@ class BytesCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `Codec`."""
-        return bytes(takewhile(lambda token: 0 <= token < BYTES_END, tokens)).decode(errors="replace")
+        body: list[int] = list(takewhile(lambda token: 0 <= token < BYTES_END, tokens))
+        return bytes(body).decode(errors="replace")
 
     def encode_between(self, head: str, middle: str, tail: str, tokens_max: int) -> list[int]:
         """See `Codec`."""
