@@ -170,7 +170,7 @@ def policy_merge(folder: Path, target: Path, base: Path | None, dtype: str) -> d
 
 def check_adapter(spec: TaskSpec, base: Path | None) -> None:
     """What only the base policy's folder can tell about a task with an adapter, before its escrow is paid in."""
-    from troth.forms import measure_adapter, require_small
+    from troth.forms import require_fitting
     from troth.network import verify_policy
 
     if not spec.adapter.rank:
@@ -181,9 +181,9 @@ def check_adapter(spec: TaskSpec, base: Path | None) -> None:
         )
     try:
         verify_policy(base, spec.base_policy)
-        require_small(measure_adapter(spec.adapter, base))
     except Fault as error:
         raise ConfigError(f"base_policy and --base do not go together: {error}") from None
+    require_fitting(spec, base)
 
 
 async def task_publish(settings: RoleSettings, file: Path, *, yes: bool, base: Path | None = None) -> dict[str, Any]:

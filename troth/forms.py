@@ -94,6 +94,20 @@ def measure_adapter(adapter: Adapter, base: Path) -> AdapterSize:
     return AdapterSize(sum(sizes.values()), weights)
 
 
+def require_fitting(spec: TaskSpec, base: Path) -> None:
+    """Check a task's adapter against the folder of its base policy; nothing to check where policies are whole.
+
+    Raises:
+        ConfigError: when the base has no such modules, or the adapter is too large to be worth being one.
+    """
+    if spec.adapter.rank:
+        try:
+            size = measure_adapter(spec.adapter, base)
+        except Fault as error:
+            raise ConfigError(f"the task's adapter does not fit its base policy {base}: {error}") from None
+        require_small(size)
+
+
 def require_small(size: AdapterSize) -> None:
     """Refuse an adapter that is not worth being one. Raises `ConfigError`."""
     if size.base_bytes > SMALL_BASE_BYTES and size.adapter_bytes * 10_000 > ADAPTER_SHARE_BPS_MAX * size.base_bytes:

@@ -29,6 +29,7 @@ from troth.connect import ensure_registered, open_ledger, pick_task, verify_term
 from troth.duties import BeaconDuty
 from troth.engines import make_engine, preload_engine
 from troth.eventlog import EventLog
+from troth.forms import require_fitting
 from troth.keystore import Keys, load, read_password
 from troth.lock import DirectoryLock
 from troth.network import Mesh
@@ -373,6 +374,7 @@ def _make_trainer(context: Context, task: Task) -> Worker:
                 f"trainer.base {settings.base} is policy {policy.hex()[:16]} (manifest {manifest.hex()[:16]}), the task "
                 f"names {task.spec.base_policy.hex()[:16]} ({task.spec.base_manifest.hex()[:16]})"
             )
+        require_fitting(task.spec, Path(settings.base))
     environment = environments.load(task.spec.environment)
 
     def make_scorer(folder: Path) -> Scorer:
