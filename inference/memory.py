@@ -12,10 +12,28 @@ from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError, Fault
 
+#: Fields of a config.json that an estimate reads.
+SIZE_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
+)
 #: Tokens fed in one forward pass, prompts included.
 FORWARD_TOKENS_MAX = 4096
-#: Rows decoded together.
-ROWS_MAX = 256
+#: Logits (rows times vocabulary) of one step, and rows decoded together.
+STEP_LOGITS_MAX = 1 << 24
+ROWS_MAX = 1024
 #: Scores (rows times vocabulary) sampled from in one call.
 SAMPLE_SCORES_MAX = 1 << 21
 
@@ -127,12 +145,17 @@ def estimate_memory(config: dict[str, Any], *, dtype: str, batch_tokens: int) ->
     size, shape = compute_dtype_bytes(dtype), _Shape.of(config)
     kv = compute_kv_bytes(config, dtype=dtype, tokens=batch_tokens)
     widest = 6 * shape.hidden + 2 * (shape.queries + 2 * shape.keys) + 3 * shape.inner
-    rows = max(1, min(ROWS_MAX, batch_tokens))
+    rows = max(1, min(compute_rows_max(shape.vocab), batch_tokens))
     logits = (
         rows * shape.vocab * (size + 4) + min(rows * shape.vocab, max(SAMPLE_SCORES_MAX, shape.vocab)) * _SCORE_BYTES
     )
     forward = min(FORWARD_TOKENS_MAX, max(1, batch_tokens)) * widest * size
     return MemoryNeed(count_parameters(config) * size, kv, forward + logits)
+
+
+def compute_rows_max(vocab_size: int) -> int:
+    """Rows that one step carries at most, 1 at least."""
+    return max(1, min(ROWS_MAX, STEP_LOGITS_MAX // vocab_size))
 
 
 def compute_kv_bytes(config: dict[str, Any], *, dtype: str, tokens: int) -> int:

@@ -35,6 +35,6 @@ def test_a_prefill_that_runs_out_of_memory_is_a_fault(folder, monkeypatch):
 def test_a_generation_that_runs_out_of_memory_is_a_fault(folder, monkeypatch):
     engine = TorchEngine()
     engine.load(folder)
-    monkeypatch.setattr(type(engine._model), "forward", _out_of_memory)
+    monkeypatch.setattr(engine, "_policy", engine._policy._replace(forward=_out_of_memory))
     with pytest.raises(Fault, match="generation of 1 rollouts failed: tried to allocate"):
         engine.generate(REQUESTS, temperature=1.0, max_tokens=4, stop_tokens=[1])

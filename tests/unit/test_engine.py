@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from inference.engine import TorchEngine
+from inference.kv_pool import KvPool
 from protocol.errors import ConfigError, Fault
 from protocol.ports import SampleRequest
 from protocol.sampling import replay_gaps, scores
@@ -75,21 +76,27 @@ def test_every_token_is_the_one_full_prefill_gives(engine, reference, lengths):
         assert (ulps == 0).mean() > 0.99
 
 
-def test_logits_of_cached_decoding_are_those_of_full_prefill(engine, reference, monkeypatch):
+def spy_on_forward(engine, monkeypatch):
+    """Feeds and states of every forward pass, in order."""
     seen = []
-    forward = engine.forward
+    policy = engine._policy
 
-    def spy(*arguments):
-        logits, hidden = forward(*arguments)
-        seen.append(logits)
-        return logits, hidden
+    def forward(pool, feed):
+        states = policy.forward(pool, feed)
+        seen.append((feed, states))
+        return states
 
-    monkeypatch.setattr(engine, "forward", spy)
+    monkeypatch.setattr(engine, "_policy", policy._replace(forward=forward))
+    return seen
+
+
+def test_logits_of_cached_decoding_are_those_of_full_prefill(engine, reference, monkeypatch):
+    seen = spy_on_forward(engine, monkeypatch)
     [request] = make_requests(2, (9,))
     [made] = generate(engine, [request], stop_tokens=())
     logits, _ = prefill(reference, request, made.tokens)
     assert len(made.tokens) == MAX_TOKENS
-    assert np.abs(np.concatenate(seen) - logits).max() < 1e-4
+    assert np.abs(np.concatenate([states.logits.numpy() for _, states in seen]) - logits).max() < 1e-4
 
 
 def test_low_temperature_equals_greedy_generation(engine, reference):
@@ -145,23 +152,29 @@ def test_result_does_not_depend_on_the_batch(folder, reference, seed, lengths, b
     assert_equal_but_near_ties(reference, [requests[i] for i in order], [alone[i] for i in order], shuffled)
 
 
-def test_batches_keep_the_token_budget(folder, monkeypatch):
+def test_the_pool_keeps_the_token_budget(folder, monkeypatch):
+    pools = []
+    monkeypatch.setattr("inference.engine.KvPool", lambda *size: pools.append(KvPool(*size)) or pools[-1])
     engine = TorchEngine(batch_tokens_max=60)
+    engine.load(folder)
+    pools.clear()
     requests = make_requests(6, (3, 9, 9, 14, 30, 2, 2, 54), repeat=3)
-    batches = engine._batches(requests, MAX_TOKENS)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(requests)))
-    for batch in batches:
-        width = max(len(requests[i].prompt) for i in batch) + MAX_TOKENS
-        assert len(batch) * width <= 60 or len(batch) == 1
+    assert len(generate(engine, requests)) == len(requests)
+    assert pools
+    assert max(pool.num_rows * pool.num_columns for pool in pools) <= 60
+    # Short requests are not padded to the width of the longest while the budget is short.
+    assert max(pool.num_rows for pool in pools) >= 60 // (2 * (9 + MAX_TOKENS))
 
 
-def test_equal_prompts_are_prefilled_once(engine, monkeypatch):
-    rows = []
-    forward = engine.forward
-    monkeypatch.setattr(engine, "forward", lambda tokens, *rest: rows.append(len(tokens)) or forward(tokens, *rest))
-    generate(engine, make_requests(7, (7, 7), repeat=16))
-    assert rows[0] == 2
-    assert max(rows[1:]) <= 32
+def test_equal_prompts_are_prefilled_once(folder, monkeypatch):
+    requests = make_requests(7, (7, 7), repeat=16)
+    for budget in (65_536, 3 * (7 + MAX_TOKENS)):  # all rows at once; three rows, refilled
+        engine = TorchEngine(batch_tokens_max=budget)
+        engine.load(folder)
+        seen = spy_on_forward(engine, monkeypatch)
+        generate(engine, requests)
+        prefilled = [row.tolist() for feed, _ in seen if feed.tokens.shape[1] > 1 for row in feed.tokens]
+        assert sorted(prefilled) == sorted(list(prompt) for prompt in {request.prompt for request in requests})
 
 
 def test_the_vocabulary_can_be_smaller_than_the_models(folder):
