@@ -89,4 +89,7 @@ class GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # vllm is optional: w
 def _read_draw(params: Any, prompt: list[int] | None, output: list[int]) -> _Draw | None:
     """A new row's draw; None when the request has no key."""
     given = (params.extra_args or {}).get("troth")
-    return None if given is None else _Draw(*given, output)
+    if given is None:
+        return None
+    key, offset, temperature, vocab_size = given
+    return _Draw(key, offset, temperature, vocab_size, output)

@@ -140,17 +140,32 @@ class Runtime:
             )
         return int(result.same)
 
-    def measure_logprobs(self, prompt: Sequence[int]) -> NDArray[np.float64]:
-        """Log-probabilities of a prompt's tokens from the second on, at temperature 1: float64 [len(prompt) - 1]."""
+    def measure_logprobs(self, tokens: Sequence[int]) -> NDArray[np.float64]:
+        """Log-probabilities of the tokens of a sequence from the second on, at temperature 1: float64 [len(tokens) - 1].
+
+        One short request per token: vLLM's own prompt log-probabilities need a C++ compiler at run time.
+        """
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        with faults("measuring log-probabilities"):
-            name = self._submit(list(prompt), params)
-            [output] = self._run_until({name})
-            self._rpc("troth_forget")
-            found = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-            return np.array([row[token].logprob for row, token in found], dtype=np.float64)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        targets: dict[str, int] = {}
+        try:
+            with faults("measuring log-probabilities"):
+                for end in range(1, len(tokens)):
+                    targets[self._submit(list(tokens[:end]), params)] = int(tokens[end])
+                self._rpc("troth_measure", targets)
+                while self._llm.has_unfinished_requests():
+                    self._step()
+                found: dict[str, float] = {}
+                for reply in self._rpc("troth_take_logprobs"):
+                    found.update(reply)
+                self._rpc("troth_forget")
+        except BaseException:
+            self._abort(list(targets))
+            raise
+        if len(found) < len(targets):
+            raise Fault(f"vllm: {len(targets)} log-probabilities were asked for, {len(found)} measured")
+        return np.array([found[name] for name in targets], dtype=np.float64)
 
     # Generation
 
@@ -235,13 +250,6 @@ class Runtime:
         except BaseException:
             self.broken = True
             raise
-
-    def _run_until(self, names: set[str]) -> list[Any]:
-        """Step until everything that was submitted has ended."""
-        ended: list[Any] = []
-        while len(ended) < len(names):
-            ended += [output for output in self._step() if output.finished]
-        return ended
 
     def _take(self, names: list[str]) -> dict[str, Any]:
         """States of finished requests. The last pipeline stage has them, all its tensor ranks the same."""

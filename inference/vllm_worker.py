@@ -49,28 +49,35 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     troth_states: dict[str, dict[int, NDArray[np.uint16]]]
+    troth_targets: dict[str, int]
+    troth_logprobs: dict[str, float]
 
     def troth_watch(self) -> None:
         """Catch states from now on. Called once after the worker is built."""
-        runner, self.troth_states = self.model_runner, {}
+        runner, self.troth_states, self.troth_targets, self.troth_logprobs = self.model_runner, {}, {}, {}
         sample = runner.sample_tokens
 
         def sample_and_catch(grammar_output: Any) -> Any:
             if runner.execute_model_state is not None:
-                self.troth_catch(runner.execute_model_state.sample_hidden_states)
+                self.troth_catch(runner.execute_model_state)
             return sample(grammar_output)
 
         runner.sample_tokens = sample_and_catch
 
-    def troth_catch(self, hidden: torch.Tensor) -> None:
-        """Keep the states [rows, hidden] that the next tokens are sampled from: the output head's input."""
+    def troth_catch(self, step: Any) -> None:
+        """Keep the states [rows, hidden] that the next tokens are sampled from: the output head's input. For requests
+        that only measure, also the log-probability of the token they name, at temperature 1."""
         batch = self.model_runner.input_batch
         rows = batch.num_reqs
-        bits = to_bf16_bits(hidden[:rows].float().cpu().numpy())
+        bits = to_bf16_bits(step.sample_hidden_states[:rows].float().cpu().numpy())
         positions = batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]
         partial = self.model_runner.discard_request_mask.np[:rows]  # inside a prompt: nothing is sampled there
         for row in np.flatnonzero(~partial).tolist():
-            self.troth_states.setdefault(batch.req_ids[row], {})[int(positions[row])] = bits[row]
+            name = batch.req_ids[row]
+            self.troth_states.setdefault(name, {})[int(positions[row])] = bits[row]
+            if name in self.troth_targets and step.logits is not None:
+                logprobs = step.logits[row].double().log_softmax(-1)
+                self.troth_logprobs[name] = float(logprobs[self.troth_targets[name]])
 
     def troth_take(self, requests: list[str]) -> dict[str, States]:
         """Hand over and forget the states of requests; those that other ranks hold are absent."""
@@ -81,9 +88,19 @@ class WorkerExtension:
                 taken[request] = States(np.array(positions, dtype=np.int64), np.stack([found[p] for p in positions]))
         return taken
 
+    def troth_measure(self, targets: dict[str, int]) -> None:
+        """Measure the log-probability of a token, by request, where its first token is sampled."""
+        self.troth_targets = targets
+
+    def troth_take_logprobs(self) -> dict[str, float]:
+        """Hand over and forget what was measured."""
+        taken, self.troth_targets, self.troth_logprobs = self.troth_logprobs, {}, {}
+        return taken
+
     def troth_forget(self) -> None:
-        """Forget all states."""
+        """Forget everything that was caught."""
         self.troth_states.clear()
+        self.troth_take_logprobs()
 
     def troth_load(self, folder: str) -> None:
         """Replace the weights by those of a policy folder, in place."""

@@ -159,8 +159,9 @@ def test_nothing_is_generated_before_a_policy_is_loaded(make_engine):
 
 
 def answer(completion):
-    """Says three tokens behind the first two stop tokens, then nothing."""
-    return (5, 6, 5) if sum(token in STOPS for token in completion) <= 2 else ()
+    """Says three tokens behind the first two stop tokens, then nothing; nothing either where they would not fit."""
+    turns = sum(token in STOPS for token in completion)
+    return (5, 6, 5) if turns <= 2 and len(completion) + 3 < 60 else ()
 
 
 STOPS = (1, 2, 3, 4)
