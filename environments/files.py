@@ -30,6 +30,10 @@ class Kind(NamedTuple):
     bytes_max: int
 
 
+class MissingFile(ConfigError):
+    """A file is in none of the folders."""
+
+
 TOKENIZER = Kind("tokenizer", ".json", 64 << 20)
 DATA = Kind("data set", ".jsonl", 256 << 20)
 
@@ -62,7 +66,7 @@ def find_files(wanted: Mapping[str, Kind], folders: Iterable[Path]) -> dict[str,
         folders: where to look, in this order, not in what they contain. A folder that does not exist holds nothing.
 
     Raises:
-        ConfigError: when one is nowhere: names the hash, the kind and the folders.
+        MissingFile: when one is nowhere: names the hash, the kind and the folders.
         Fault: when a file or folder cannot be read.
     """
     folders = list(folders)
@@ -71,7 +75,7 @@ def find_files(wanted: Mapping[str, Kind], folders: Iterable[Path]) -> dict[str,
         data = next((data for folder in folders if (data := _find(folder, digest, kind)) is not None), None)
         if data is None:
             looked = ", ".join(str(folder) for folder in folders) or "no folder at all"
-            raise ConfigError(
+            raise MissingFile(
                 f"no {kind.name} file with SHA-256 {digest} (*{kind.suffix}, at most {kind.bytes_max} bytes) in {looked}: "
                 "it belongs into the base policy's folder, or into one of environment_folders"
             )

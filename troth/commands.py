@@ -107,7 +107,7 @@ def policy_evaluate(
     from protocol.task import Environment
     from trainer.evaluate import evaluate_policy
 
-    environment = environments.load(Environment(entry, args, environments.content_hash(entry, args)))
+    environment = environments.load(Environment(entry, args, environments.content_hash(entry, args)), folders)
     if not hasattr(environment, "held_out"):
         raise ConfigError(f"environment {entry} keeps no prompts back: nothing to evaluate on")
     held_out = environment.held_out()

@@ -10,6 +10,7 @@ from protocol.errors import ConfigError, Fault
 from protocol.messages import compute_bundle_key
 from protocol.rounds import get_round_policy
 from troth.connect import pick_task
+from troth.environment_files import load_environment
 from troth.network import Reader
 from troth.settings import RoleSettings
 from verifier.explain import Rollout, explain
@@ -39,7 +40,6 @@ async def explain_rollout(settings: RoleSettings, ledger: EvmLedger, text: str) 
         ConfigError: when the rollout's name makes no sense on this ledger.
         Fault: when the round's policy cannot be had.
     """
-    import environments
     from models.policy import read_hidden_size
     from verifier.scorer import TorchScorer
 
@@ -51,8 +51,9 @@ async def explain_rollout(settings: RoleSettings, ledger: EvmLedger, text: str) 
     policy = get_round_policy(task, rollout.round_index)
     if policy is None:
         raise ConfigError(f"round {rollout.round_index} has no policy yet")
-    environment = environments.load(task.spec.environment)
     async with Reader(ledger, Path(settings.directory) / "explain") as reader:
+        own = [Path(folder) for folder in settings.environment_folders]
+        environment = await load_environment(task, reader.policies, own)
         folder = await reader.policies.fetch(task.task, policy.version)
         try:
             data = await reader.blobs.get(compute_bundle_key(task.task, rollout.round_index, rollout.account))

@@ -34,8 +34,8 @@ from troth.keystore import Keys
 
 log = logging.getLogger("troth.network")
 
-#: What a policy folder may hold: weights that cannot carry code, and plain descriptions.
-POLICY_SUFFIXES = (".safetensors", ".json")
+#: What a policy folder may hold: weights that cannot carry code, plain descriptions, and data of environments.
+POLICY_SUFFIXES = (".safetensors", ".json", ".jsonl")
 #: Newest policies kept on disk besides version 0.
 POLICIES_KEPT = 12
 #: A fetch ends when nothing has arrived for this long, besides the time that the slowest peer we bear needs for what it is

@@ -24,10 +24,11 @@ from inference.status import Condition
 from protocol.errors import ConfigError, Fault, Ignore, Reject, TrothError
 from protocol.ledger.events import Role
 from protocol.ledger.state import Task
-from protocol.ports import Scorer
+from protocol.ports import Environment, Scorer
 from troth.connect import ensure_registered, open_ledger, pick_task, verify_terms
 from troth.duties import BeaconDuty
 from troth.engines import make_engine, preload_engine
+from troth.environment_files import EnvironmentFinder
 from troth.eventlog import EventLog
 from troth.forms import require_fitting
 from troth.keystore import Keys, load, read_password
@@ -52,7 +53,7 @@ T = TypeVar("T")
 STARTS_SOON_BLOCKS = 2_000
 
 #: Builds a worker for a task.
-Factory = Callable[["Context", Task], Worker]
+Factory = Callable[["Context", Task, Environment], Worker]
 
 
 class Context:
@@ -163,6 +164,9 @@ class _Chooser:
         self._serving: bytes | None = None
         self._worker: Worker | None = None
         self._memory = context.directory / "serving"
+        settings = context.settings
+        folders = [*settings.environment_folders, *([settings.trainer.base] if settings.trainer.base else [])]
+        self._environments = EnvironmentFinder([Path(folder) for folder in folders], context.events)
 
     async def get(self) -> Worker | None:
         """The worker, None while there is no task to serve.
@@ -177,7 +181,10 @@ class _Chooser:
         for task in self._candidates():
             try:
                 await verify_terms(self._context.ledger, task.task)
-                worker = _FACTORIES[self._role](self._context, task)
+                environment = self._find_environment(task)
+                if environment is None:
+                    return self._worker
+                worker = _FACTORIES[self._role](self._context, task, environment)
             except ConfigError as error:
                 if self._context.settings.task:
                     raise
@@ -195,6 +202,16 @@ class _Chooser:
         if self._worker is None and self._context.operator is not None:
             self._context.operator.no_worker(len(self._refused))
         return self._worker
+
+    def _find_environment(self, task: Task) -> Environment | None:
+        """The task's environment, None while its files are on their way. See `EnvironmentFinder.get` for what it raises."""
+        operator, policies = self._context.operator, self._context.mesh.policies
+        if operator is None or operator.policies is None:
+            return self._environments.get(task, policies, {})
+        found = self._environments.get(task, operator.policies, operator.policies.misfits)
+        if found is None:
+            operator.status.set(Condition("idle", "files of the task's environment are being fetched", "they are here"))
+        return found
 
     async def _drop_misfit(self) -> None:
         """Stop serving a task whose policy does not fit on this machine, before it is fetched."""
@@ -224,6 +241,7 @@ class _Chooser:
             if not task.closed
             and task.task not in self._refused
             and task.task != self._serving
+            and not self._environments.is_waiting(task)
             and task.start_block <= ledger.state.block_number + STARTS_SOON_BLOCKS
             and (not is_trainer or task.spec.trainer == ledger.account)
         ]
@@ -314,13 +332,11 @@ def _make_relay(context: Context) -> Any:
     )
 
 
-def _make_node(context: Context, task: Task) -> Worker:
-    import environments
+def _make_node(context: Context, task: Task, environment: Environment) -> Worker:
     from troth.cheats import get_node_class
 
     operator = context.operator
     assert operator is not None
-    environment = environments.load(task.spec.environment)
     return get_node_class(context.cheat)(
         ledger=context.ledger,
         task=task.task,
@@ -343,11 +359,9 @@ def _make_scorer(context: Context, vocab_size: int) -> Scorer:
     return TorchScorer(compute.device, compute.dtype, compute.threads, vocab_size=vocab_size)
 
 
-def _make_verifier(context: Context, task: Task) -> Worker:
-    import environments
+def _make_verifier(context: Context, task: Task, environment: Environment) -> Worker:
     from verifier.worker import VerifierWorker
 
-    environment = environments.load(task.spec.environment)
     return VerifierWorker(
         ledger=context.ledger,
         task=task.task,
@@ -361,8 +375,7 @@ def _make_verifier(context: Context, task: Task) -> Worker:
     )
 
 
-def _make_trainer(context: Context, task: Task) -> Worker:
-    import environments
+def _make_trainer(context: Context, task: Task, environment: Environment) -> Worker:
     from trainer.config import TrainerConfig
     from trainer.worker import TrainerWorker
 
@@ -375,7 +388,6 @@ def _make_trainer(context: Context, task: Task) -> Worker:
                 f"names {task.spec.base_policy.hex()[:16]} ({task.spec.base_manifest.hex()[:16]})"
             )
         require_fitting(task.spec, Path(settings.base))
-    environment = environments.load(task.spec.environment)
 
     def make_scorer(folder: Path) -> Scorer:
         scorer = _make_scorer(context, environment.vocab_size)

@@ -87,6 +87,7 @@ class RoleSettings(Section):
     task: str = ""
     slots: int = Field(0, ge=0)
     stake: int = Field(0, ge=0)
+    environment_folders: list[str] = []
     ledger: LedgerSettings = LedgerSettings()
     network: NetworkSettings = NetworkSettings()
     compute: ComputeSettings = ComputeSettings()
