@@ -1,4 +1,5 @@
-"""A reasoning-gym set through a whole network: a node answers it byte by byte, a verifier replays every token.
+"""A reasoning-gym set through a whole network: a node answers it byte by byte, or in the tokens of a tokenizer that everybody
+fetches with the base policy; a verifier replays every token.
 
 Real sockets, a real chain, the roles as the command line runs them; only the processes are one. The model is random and
 tiny, so rewards are mostly 0: what counts is that nothing about the set needs to be known to the protocol.
@@ -7,6 +8,7 @@ tiny, so rewards are mostly 0: what counts is that nothing about the set needs t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 
 import pytest
@@ -19,10 +21,15 @@ from protocol.task import Environment, Sampling, Schedule, TaskSpec, compute_epo
 from protocol.verdict import Status
 from tests.support.network import start_network
 from tests.support.scenario import make_model
+from tests.support.tokenizer import make_tokenizer_json
 from troth.views import count_rollouts
 
-ARGS = json.dumps({"dataset": "basic_arithmetic", "size": 200}, sort_keys=True, separators=(",", ":"))
-END_TOKEN, VOCABULARY = 256, 257
+TOKENIZER = make_tokenizer_json()
+#: Arguments, end token and number of tokens of a codec.
+CODECS = {
+    "bytes": ({}, 256, 257),
+    "tokenizer": ({"template": "chatml", "tokenizer": hashlib.sha256(TOKENIZER).hexdigest()}, 2, 400),
+}
 GROUP_SIZE, GROUPS, ROUNDS = 4, 4, 2
 SCHEDULE = Schedule(
     start_delay_blocks=24,
@@ -40,16 +47,18 @@ SCHEDULE = Schedule(
 )
 
 
-def make_task(policy: bytes, manifest: bytes, trainer: bytes, token: bytes) -> TaskSpec:
+def make_task(codec: str, policy: bytes, manifest: bytes, trainer: bytes, token: bytes) -> TaskSpec:
+    more, end_token, _ = CODECS[codec]
+    args = json.dumps({"dataset": "basic_arithmetic", "size": 200, **more}, sort_keys=True, separators=(",", ":"))
     return TaskSpec(
         version=PROTOCOL_VERSION,
         name="basic-arithmetic",
         base_policy=policy,
         base_manifest=manifest,
-        environment=Environment("reasoning_gym", ARGS, environments.content_hash("reasoning_gym", ARGS)),
+        environment=Environment("reasoning_gym", args, environments.content_hash("reasoning_gym", args)),
         licence_data="Apache-2.0",
         licence_model="Apache-2.0",
-        sampling=Sampling(1000, 12, (END_TOKEN,)),
+        sampling=Sampling(1000, 12, (end_token,)),
         group_size=GROUP_SIZE,
         groups_per_round=GROUPS,
         slots_max=GROUPS,
@@ -64,8 +73,11 @@ def make_task(policy: bytes, manifest: bytes, trainer: bytes, token: bytes) -> T
 
 
 @pytest.mark.slow
-def test_a_reasoning_gym_set_is_sampled_verified_and_found_good(tmp_path):
-    base = make_model(tmp_path / "base", 0, vocab=VOCABULARY)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_reasoning_gym_set_is_sampled_verified_and_found_good(tmp_path, codec):
+    base = make_model(tmp_path / "base", 0, vocab=CODECS[codec][2])
+    if codec == "tokenizer":
+        (base / "tokenizer.json").write_bytes(TOKENIZER)
 
     async def scenario():
         async with start_network(tmp_path, 0.4) as network:
@@ -73,7 +85,7 @@ def test_a_reasoning_gym_set_is_sampled_verified_and_found_good(tmp_path):
             for name in ("relay", "verifier", "node"):
                 network.start(name, name)
             await network.until(lambda: network.registered("trainer", "relay", "verifier", "node"))
-            spec = make_task(policy, manifest, network.keys["trainer"].account, network.deployment.token)
+            spec = make_task(codec, policy, manifest, network.keys["trainer"].account, network.deployment.token)
             await network.publish(spec, compute_epoch_pay_max(spec))
             over = get_times(network.task, ROUNDS - 1).verdict_reveal_deadline
             await network.until(lambda: network.ledger.state.block_number > over)

@@ -102,7 +102,7 @@ def look(names, order, num_entries, num_mutations):
 def look_elsewhere(names, num_entries, num_mutations, hash_seed):
     code = (
         "import json, sys\nfrom tests.unit.test_environment_reasoning_gym import look\n"
-        f"print(json.dumps(look({names!r}, -1, {num_entries}, {num_mutations})))"
+        f"found = look({names!r}, -1, {num_entries}, {num_mutations})\nprint('\\n' + json.dumps(found))"
     )
     env = {**os.environ, "PYTHONHASHSEED": hash_seed, "TZ": "Pacific/Kiritimati", "LC_ALL": "C"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
