@@ -43,14 +43,17 @@ class PolicyFacts(NamedTuple):
     config: dict[str, Any] | None
 
 
-def _servers(mesh: Mesh) -> list[Address]:
-    """Who has policies first: relays and the trainer."""
-    contacts = mesh.contacts.servers(Role.RELAY, Role.TRAINER)
-    return [Address(contact.endpoint, contact.curve_public) for contact in contacts]
+def get_servers(mesh: Mesh, *, reads_only: bool = False) -> list[Address]:
+    """Who has policies first: relays and, for participants, the trainer (it admits nobody else)."""
+    roles = (Role.RELAY,) if reads_only else (Role.RELAY, Role.TRAINER)
+    return [Address(contact.endpoint, contact.curve_public) for contact in mesh.contacts.servers(*roles)]
 
 
-async def fetch_manifest(mesh: Mesh, ledger: Ledger, task: Task, version: int) -> Manifest:
+async def fetch_manifest(mesh: Mesh, servers: list[Address], ledger: Ledger, task: Task, version: int) -> Manifest:
     """A policy's manifest, verified against the ledger.
+
+    Args:
+        servers: who is asked.
 
     Raises:
         Fault: when nobody has it, or it is not what the ledger says.
@@ -66,7 +69,7 @@ async def fetch_manifest(mesh: Mesh, ledger: Ledger, task: Task, version: int) -
         try:
             manifest = await mesh.peer.fetch_manifest(
                 record.manifest,
-                _servers(mesh),
+                servers,
                 trainer.network_key,
                 domain,
                 historic=version < len(task.policies) - 1,
@@ -81,21 +84,20 @@ async def fetch_manifest(mesh: Mesh, ledger: Ledger, task: Task, version: int) -
     return manifest
 
 
-async def fetch_facts(mesh: Mesh, ledger: Ledger, task: Task, version: int) -> PolicyFacts:
+async def fetch_facts(mesh: Mesh, servers: list[Address], ledger: Ledger, task: Task, version: int) -> PolicyFacts:
     """Sizes and configuration of a policy: its manifest and one small file. Raises `Fault`."""
-    manifest = await fetch_manifest(mesh, ledger, task, version)
+    manifest = await fetch_manifest(mesh, servers, ledger, task, version)
     entries = {entry.name: entry for entry in manifest.body.files}
     config = None
     if CONFIG in entries:
-        config = parse_config(await _fetch_file(mesh, entries[CONFIG]))
+        config = parse_config(await _fetch_file(mesh, servers, entries[CONFIG]))
     return PolicyFacts(version, sum(entry.size for entry in manifest.body.files), config)
 
 
-async def _fetch_file(mesh: Mesh, entry: FileEntry) -> bytes:
+async def _fetch_file(mesh: Mesh, servers: list[Address], entry: FileEntry) -> bytes:
     """One small file by its shards; nothing is kept."""
     if entry.size > CONFIG_BYTES_MAX:
         raise Fault(f"{entry.name} has {entry.size} bytes, limit {CONFIG_BYTES_MAX}")
-    servers = _servers(mesh)
     parts = []
     for digest in entry.shards:
         have = mesh.store.has(digest)
@@ -172,7 +174,7 @@ class FittingPolicies:
         if (task_id, version) in self._fits:
             return
         task = self._ledger.state.tasks[task_id]
-        facts = await fetch_facts(self._mesh, self._ledger, task, version)
+        facts = await fetch_facts(self._mesh, get_servers(self._mesh), self._ledger, task, version)
         try:
             require_fit(facts, task.spec, self._compute, self._directory)
         except ConfigError as error:

@@ -59,23 +59,60 @@ def fund(
 
 
 @app.command()
-def doctor(directory: Path = Path("run"), role: str = "", json_: Json = False) -> None:
-    """Is this machine and environment fit for which role, and why not."""
+def doctor(
+    role: str = "",
+    config: Config = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="Speed to reckon with; timed on a synthetic model when not given.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Is this machine and environment fit for which role, and why not. With --task ID or FILE.toml: for that task, and
+    what it would earn here, before anything is downloaded."""
     from troth.doctor import ROLES, examine, summarise
 
     if role and role not in ROLES:
         raise ConfigError(f"role is {role!r}, expected one of {', '.join(ROLES)}")
-    shown = summarise(examine(directory))
+    settings = settings_of(config)
+    shown = summarise(examine(Path(settings.directory)))
+    wanted = [role] if role else ["node"] if settings.task else list(ROLES)
+    fit = all(shown["fit"][name] for name in wanted)
+    if settings.task:
+        from troth import doctor_task
+
+        shown["task"] = doctor_task.describe(run(doctor_task.examine(settings, tokens_per_second)))
+        fit = fit and shown["task"]["fit"]
     if json_:
         emit(shown)
     else:
-        for finding in shown["findings"]:
-            print(f"{'ok  ' if finding['fine'] else 'FAIL'} {finding['name']}: {finding['observed']}")
-        for name, fit in shown["fit"].items():
-            print(f"{name}: {'fit' if fit else 'not fit: ' + ' | '.join(shown['against'][name])}")
-    wanted = [role] if role else list(ROLES)
-    if not all(shown["fit"][name] for name in wanted):
+        _print_findings(shown)
+    if not fit:
         raise typer.Exit(1)
+
+
+_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+def _print_findings(shown: dict[str, Any]) -> None:
+    for finding in shown["findings"]:
+        print(f"{'ok  ' if finding['fine'] else 'FAIL'} {finding['name']}: {finding['observed']}")
+    for name, fit in shown["fit"].items():
+        print(f"{name}: {'fit' if fit else 'not fit: ' + ' | '.join(shown['against'][name])}")
+    task = shown.get("task")
+    if task is None:
+        return
+    for line in task["lines"]:
+        limit = f", limit {line['limit']}" if line["limit"] else ""
+        todo = f"; {line['todo']}" if line["todo"] else ""
+        print(
+            f"{ {'ok': 'ok  ', 'warn': 'warn', 'fail': 'FAIL'}[line['level']] } {line['name']}: {line['observed']}{limit}{todo}"
+        )
+    print(
+        f"expected: {task['rollouts_per_hour']:.0f} accepted rollouts and {task['reward_per_hour']} token units an hour, if"
+    )
+    for assumption in task["assumptions"]:
+        print(f"  {assumption}")
+    print(f"this task: {'fit' if task['fit'] else 'not fit'}")
 
 
 @node_app.command("run")
