@@ -140,6 +140,7 @@ class Fetch:
         self._under_way: dict[int, dict[int, tuple[float, asyncio.Task[bytearray]]]] = {}
         self._wake = asyncio.Event()
         self._superseded_by: int | None = None
+        self._bytes_kept = 0
         self._progress_at = self._reported_at = time.monotonic()
         # Which shards are asked first must differ between nodes, or all of them drain the origin in one order.
         self._rng = random.Random()
@@ -168,7 +169,7 @@ class Fetch:
                         task.cancel()
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        fields = {"version": self.manifest.version, "shards": len(self._digests)}
+        fields = {"version": self.manifest.version, "shards": len(self._digests), "bytes": self._bytes_kept}
         self._on_event("fetched", fields)
 
     @property
@@ -297,6 +298,7 @@ class Fetch:
         except Fault as fault:
             raise _OwnFault(fault) from fault
         self._metrics["shards_fetched"] += 1
+        self._bytes_kept += len(data)
         self._progress_at = time.monotonic()
         self._report()
         for _, loser in self._under_way.get(index, {}).values():
