@@ -37,6 +37,7 @@ REQUEST_BYTES_MAX = 8 << 20
 CALLS_MAX = 256
 
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from jail.keeper import main; main()"
+_FOLDER = Path(__file__).parent
 _START_S = 60.0
 _MARGIN_S = 30.0
 _TODO = (
@@ -184,9 +185,8 @@ class Sandbox:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return
         self._end()
-        folder = Path(__file__).parent
         self._process = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", "-c", _BOOT, str(folder)],
+            [sys.executable, "-s", "-S", "-P", "-B", "-c", _BOOT, str(_FOLDER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -21,7 +21,9 @@ _SMALL = 1 << 64
 _ATOMS = frozenset({float, bool, type(None), complex, type(Ellipsis)})
 _TEXTS = (str, bytes, bytearray)
 _DICTS: tuple[Any, ...] = ({}, OrderedDict())
-_VIEWS: tuple[type[Any], ...] = tuple(type(getattr(one, name)()) for one in _DICTS for name in ("keys", "values", "items"))
+_VIEWS: tuple[type[Any], ...] = tuple(
+    type(getattr(one, name)()) for one in _DICTS for name in ("keys", "values", "items")
+)
 _SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset, deque)
 CONTAINERS: tuple[type[Any], ...] = (*_SEQUENCES, dict, *_VIEWS)
 

@@ -25,7 +25,7 @@ _SPECIAL_WORDS = (
     "__hash__ __contains__ __getitem__ __setitem__ __delitem__ __call__ __enter__ __exit__ __bool__ __post_init__"
 )
 _SPECIAL = frozenset(_SPECIAL_WORDS.split())
-_SPECIAL_STORES = frozenset({"__slots__", "__match_args__"})
+_SPECIAL_STORES = frozenset({"__slots__", "__match_args__", "__hash__"})
 _INSIDE_WORDS = (
     "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await ag_frame ag_code tb_frame tb_next f_back f_builtins "
     "f_code f_globals f_locals co_code func_globals func_code mro"
