@@ -26,6 +26,9 @@ from protocol.ports import Generation, SampleRequest
 #: Draws the next token of each row from (logits [n, vocabulary], keys uint64 [n], positions int64 [n]); int64 [n].
 Draw = Callable[[torch.Tensor, NDArray[np.uint64], NDArray[np.int64]], NDArray[np.int64]]
 
+#: Steps whose states are kept as they are before they are narrowed together.
+FRESH_STEPS_MAX = 64
+
 
 class _Donor(NamedTuple):
     """A prefilled prompt: the row that holds it, and the states that follow it."""
@@ -65,7 +68,7 @@ class Decoder:
     ) -> None:
         self._forward, self._pool, self._requests, self._draw = forward, pool, requests, draw
         self._max_tokens, self._capture = max_tokens, capture
-        self._stops = np.array(sorted(set(stop_tokens)), dtype=np.int64)
+        self._stops = frozenset(stop_tokens)
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].prompt))
         self._queue = deque(order)
         rows = pool.num_rows
@@ -78,7 +81,9 @@ class Decoder:
         self._free: list[int] = []
         self._donors: dict[tuple[int, ...], _Donor] = {}
         self._completions: list[tuple[int, ...]] = [()] * len(requests)
-        self._log: list[tuple[NDArray[np.int64], NDArray[np.uint16]]] = []
+        self._owners: list[NDArray[np.int64]] = []
+        self._fresh: list[torch.Tensor] = []
+        self._bits: list[NDArray[np.uint16]] = []
 
     def run(self) -> list[Generation]:
         """Complete every request; results in the order of the requests."""
@@ -195,18 +200,19 @@ class Decoder:
             self._tokens[slots, counts] = chosen
             self._counts[slots] = counts + 1
             if self._capture:
-                bits = states.hidden.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
-                self._log.append((self._owner[slots], bits))
+                self._owners.append(self._owner[slots])
+                self._fresh.append(states.hidden)
+                if len(self._fresh) == FRESH_STEPS_MAX:
+                    self._narrow()
             slots, states = self._settle(slots, chosen, states)
 
     def _settle(
         self, slots: NDArray[np.int64], chosen: NDArray[np.int64], states: States
     ) -> tuple[NDArray[np.int64], States]:
         """End rows that are over and feed answers to rows that are not; returns those rows and their states."""
-        full = self._counts[slots] == self._max_tokens
-        stopped = np.isin(chosen, self._stops)
         answers: dict[int, tuple[int, ...]] = {}
-        for slot in slots[full | stopped].tolist():
+        rows = zip(slots.tolist(), chosen.tolist(), self._counts[slots].tolist(), strict=True)
+        for slot in [slot for slot, token, count in rows if token in self._stops or count == self._max_tokens]:
             answer = self._ask(slot)
             if answer:
                 answers[slot] = answer
@@ -214,14 +220,14 @@ class Decoder:
                 self._finish(slot)
         if not answers:
             return slots[:0], states
-        rows = sorted(answers)
+        going = sorted(answers)
         pieces: list[tuple[int, ...]] = []
-        for slot in rows:
+        for slot in going:
             count, answer = int(self._counts[slot]), answers[slot]
             pieces.append((int(self._tokens[slot, count - 1]), *answer))
             self._tokens[slot, count : count + len(answer)] = answer
             self._counts[slot] = count + len(answer)
-        return np.array(rows), self._feed_all(rows, pieces)
+        return np.array(going), self._feed_all(going, pieces)
 
     def _ask(self, slot: int) -> tuple[int, ...]:
         """What the environment appends behind a row's stop token, empty when the completion is over."""
@@ -247,12 +253,20 @@ class Decoder:
             for state in (self._owner, self._keys, self._lengths, self._counts, self._tokens):
                 state[targets] = state[sources]
 
+    def _narrow(self) -> None:
+        """Turn captured states into bf16 bits on the host, rounded as protocol.toploc.to_bf16_bits rounds."""
+        narrow = torch.cat(self._fresh).to(torch.bfloat16)
+        self._bits.append(narrow.view(torch.int16).cpu().numpy().view(np.uint16))
+        self._fresh = []
+
     def _collect(self) -> list[Generation]:
-        """Completions with their states, which were logged step by step."""
+        """Completions with their states, which were captured step by step."""
         counts, bits = np.zeros(len(self._requests), dtype=np.int64), np.zeros((0, 0), dtype=np.uint16)
-        if self._log:
-            owners = np.concatenate([owners for owners, _ in self._log])
-            bits = np.concatenate([part for _, part in self._log])[np.argsort(owners, kind="stable")]
+        if self._fresh:
+            self._narrow()
+        if self._owners:
+            owners = np.concatenate(self._owners)
+            bits = np.concatenate(self._bits)[np.argsort(owners, kind="stable")]
             counts = np.bincount(owners, minlength=len(self._requests))
         parts = np.split(bits, np.cumsum(counts)[:-1])
         return [Generation(tokens, hidden) for tokens, hidden in zip(self._completions, parts, strict=True)]

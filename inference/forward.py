@@ -152,7 +152,7 @@ class ModuleForward:
         )
         if self._captured is None:
             raise Fault("the policy's output head was not called: this architecture is not supported")
-        hidden, self._captured = self._captured[:, -1], None
+        hidden, self._captured = self._captured[:, -1].clone(), None  # a view would hold the states of all positions
         return States(output.logits[:, -1], hidden)
 
     def _masks(self, positions: torch.Tensor, num_columns: int) -> torch.Tensor | dict[str, torch.Tensor]:

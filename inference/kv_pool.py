@@ -41,16 +41,19 @@ class KvPool:
 
     Attributes:
         planes: what forward passes store, each [groups, rows, heads, columns, width].
+        lines: every group of every plane as [rows x heads x columns, width].
     """
 
     def __init__(self, num_rows: int, num_columns: int, device: str) -> None:
         self.num_rows, self.num_columns, self.device = num_rows, num_columns, device
         self.planes: list[torch.Tensor] = []
+        self.lines: list[torch.Tensor] = []
 
     def add_plane(self, groups: int, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a plane of zeros: what is masked is multiplied by zero, so it has to be finite."""
         shape = (groups, self.num_rows, heads, self.num_columns, width)
         self.planes.append(torch.zeros(shape, dtype=dtype, device=self.device))
+        self.lines += self.planes[-1].view(groups, -1, width).unbind(0)
         return self.planes[-1]
 
     def select(self, plane: torch.Tensor, feed: Feed) -> torch.Tensor:
@@ -76,7 +79,8 @@ class KvPool:
 
     def to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
         """Copy an array to the pool's device."""
-        return torch.from_numpy(values).to(self.device)
+        tensor = torch.from_numpy(values)
+        return tensor if self.device == "cpu" else tensor.to(self.device)
 
 
 def make_mask(positions: torch.Tensor, num_columns: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:

@@ -31,6 +31,11 @@ _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 class _Linear(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
+    transposed: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear:
+        return cls(weight, bias, weight.detach().t())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -38,7 +43,7 @@ class _Linear(NamedTuple):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + self(x). One operation in fp32; narrower types round the product first, as the model does."""
         if self.bias is None and x.dtype == torch.float32:
-            return torch.addmm(residual, x, self.weight.t())
+            return torch.addmm(residual, x, self.transposed)
         return residual + self(x)
 
 
@@ -65,7 +70,7 @@ def _fuse(modules: list[nn.Linear]) -> _Linear:
             if bias is not None:
                 module.bias = nn.Parameter(bias[rows], requires_grad=False)
             row += module.out_features
-    return _Linear(weight, bias)
+    return _Linear.of(weight, bias)
 
 
 class LlamaForward:
@@ -82,7 +87,7 @@ class LlamaForward:
         self._rotary = decoder.rotary_emb
         self._embedding = decoder.embed_tokens.weight
         self._norm = decoder.norm.weight
-        self._head = _Linear(model.lm_head.weight, model.lm_head.bias)
+        self._head = _Linear.of(model.lm_head.weight, model.lm_head.bias)
         self._layers = [self._take(layer) for layer in decoder.layers]
         self._dtype, self._device = self._embedding.dtype, self._embedding.device
         self._tables = torch.empty(0, 2, 1, self._width)
@@ -119,10 +124,10 @@ class LlamaForward:
             norm_before=layer.input_layernorm.weight.detach(),
             qkv=_fuse([attention.q_proj, attention.k_proj, attention.v_proj]),
             norm_heads=norms,
-            out=_Linear(attention.o_proj.weight, attention.o_proj.bias),
+            out=_Linear.of(attention.o_proj.weight, attention.o_proj.bias),
             norm_between=layer.post_attention_layernorm.weight.detach(),
             gate_up=_fuse([feed.gate_proj, feed.up_proj]),
-            down=_Linear(feed.down_proj.weight, feed.down_proj.bias),
+            down=_Linear.of(feed.down_proj.weight, feed.down_proj.bias),
         )
 
     def _scale_norms(self, layer: _Layer) -> _Layer:
@@ -151,13 +156,13 @@ class LlamaForward:
         rounded: torch.Tensor = weight * wide.to(x.dtype)
         return rounded
 
-    def _rotate(self, heads: torch.Tensor, tables: torch.Tensor) -> None:
-        """Rotary position embedding in place; `heads` is [tokens, heads, width], `tables` [tokens, 2, 1, width]."""
+    def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotary position embedding in place; `heads` is [tokens, heads, width], the others [tokens, 1, width]."""
         swapped = torch.roll(heads, self._width // 2, -1)
         if heads.dtype == torch.float32:
-            heads.mul_(tables[:, 0]).addcmul_(swapped, tables[:, 1])
+            heads.mul_(cos).addcmul_(swapped, sin)
         else:
-            heads.mul_(tables[:, 0]).add_(swapped.mul_(tables[:, 1]))
+            heads.mul_(cos).add_(swapped.mul_(sin))
 
     def _tables_for(self, num_columns: int) -> torch.Tensor:
         """cos and sin by position, [columns, 2, 1, width]; the first half of sin is negated, as rotate_half negates."""
@@ -176,6 +181,7 @@ class LlamaForward:
         num_rows, num_new = feed.tokens.shape
         columns = pool.clamp(feed.starts[:, None] + np.arange(num_new))
         tables = self._tables_for(pool.num_columns).index_select(0, pool.to_device(columns.reshape(-1)))
+        cos, sin = tables.unbind(1)
         cells = self._find_cells(pool, feed.slots, columns)
         attend = self._open(pool, feed, columns)
         x = self._embedding.index_select(0, pool.to_device(feed.tokens.reshape(-1)))
@@ -184,9 +190,9 @@ class LlamaForward:
             rotated = qkv[:, : self._heads + self._kv_heads]
             if layer.norm_heads is not None:
                 rotated.copy_(self._normalise(rotated, layer.norm_heads))
-            self._rotate(rotated, tables)
+            self._rotate(rotated, cos, sin)
             new = qkv[:, self._heads :].reshape(-1, self._width)
-            pool.planes[0][index].view(-1, self._width).index_copy_(0, cells, new)
+            pool.lines[index].index_copy_(0, cells, new)
             x = layer.out.add_to(x, attend(index, qkv))
             gate, up = layer.gate_up(self._normalise(x, layer.norm_between)).chunk(2, -1)
             x = layer.down.add_to(x, F.silu(gate).mul_(up))
@@ -223,7 +229,7 @@ class LlamaForward:
 
         def attend_stored(index: int, qkv: torch.Tensor) -> torch.Tensor:
             stored = views[index] if views is not None else pool.select(plane[index : index + 1], feed)[0]
-            key, value = torch.split(stored, [kv_heads, kv_heads], 1)
+            key, value = stored.chunk(2, 1)
             if num_new == 1:  # queries that share a key are the rows of one small matrix product
                 query = qkv[:, :heads].view(num_rows, kv_heads, -1, width)
                 return attention(query, key, value, attn_mask=mask, scale=scale).reshape(num_rows, -1)
