@@ -71,6 +71,17 @@ class StalePolicy(NodeWorker):
         return target
 
 
+class BaseOnly(NodeWorker):
+    """Saves itself every download after the first: generates with the base policy and says that it is the round's."""
+
+    def _policy_folder(self, task: Task, assignment: Assignment) -> Path | None:
+        self._prefetch.want(task, 0)
+        return self._prefetch.get(0)
+
+    def _verify(self, folder: Path, assignment: Assignment) -> None:
+        """It knows that these are not the bytes the ledger names."""
+
+
 def perturb_policy(folder: Path, target: Path, *, seed: int, ratio: float) -> None:
     """Copy a policy folder with Gaussian noise on every weight.
 
@@ -130,6 +141,7 @@ class Sleeper(TokenEditor):
 
 CHEATS: dict[str, type[NodeWorker]] = {
     "stale-policy": StalePolicy,
+    "base-only": BaseOnly,
     "false-reward": FalseReward,
     "token-editor": TokenEditor,
     "sleeper": Sleeper,

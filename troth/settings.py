@@ -76,6 +76,7 @@ class TrainerSettings(Section):
     kl: float = Field(0.0, ge=0)
     entropy: float = Field(0.0, ge=0)
     minibatch_groups: int = Field(4, ge=0)
+    groups_min: int = Field(0, ge=0)
     tokens_max: int = Field(16_384, ge=1)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from troth.cli.app import Json, emit, policy_app
+import typer
+
+from troth.cli.app import Json, app, emit, policy_app
 
 
 @policy_app.command("smollm")
@@ -14,3 +17,22 @@ def policy_smollm(folder: Path, json_: Json = False) -> None:
 
     shown = make_policy(folder)
     emit(shown) if json_ else print("\n".join(f"{name}: {value}" for name, value in shown.items()))
+
+
+@app.command("demo-smollm")
+def demo_smollm(
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    minutes: Annotated[float, typer.Option(min=5.0, max=600.0, help="About how long it may take.")] = 45.0,
+    results: Annotated[Path, typer.Option(help="Folder for the report and the curve.")] = Path("run/smollm"),
+    directory: Annotated[Path | None, typer.Option(help="Where processes keep their state.")] = None,
+    keep: Annotated[bool, typer.Option(help="Leave that directory in place.")] = False,
+    json_: Json = False,
+) -> None:
+    """Train SmolLM2-135M on a network on this machine; says first how long it will take."""
+    from troth.demo import run_plan
+    from troth.demo.smollm import make_plan
+    from troth.smollm import find_source
+
+    find_source()
+    plan = make_plan(seed, minutes)
+    raise typer.Exit(run_plan(plan, directory=directory, keep=keep, as_json=json_, results=results))

@@ -14,17 +14,19 @@ from protocol.ledger.state import Task
 from protocol.rounds import get_history, get_outcomes
 from protocol.verdict import Status
 from troth.commands import escrow_of
-from troth.demo.plan import HELD_OUT_MIN, REWARD_GAIN_MIN, Plan
+from troth.demo.plan import Plan
 from troth.views import count_rollouts, describe_nodes, hex_account
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean reward of the first and last policy on held-out prompts."""
+    """Mean reward of the first and last policy on held-out prompts, and the standard errors of the two."""
 
     reward_first: float
     reward_last: float
     prompts: int
+    error_first: float
+    error_last: float
 
 
 async def summarise(
@@ -75,6 +77,8 @@ async def summarise(
         "task": task.task.hex(),
         "reward_first": round(evaluation.reward_first, 4),
         "reward_last": round(evaluation.reward_last, 4),
+        "error_first": round(evaluation.error_first, 4),
+        "error_last": round(evaluation.error_last, 4),
         "held_out": evaluation.prompts,
         "policies": len(task.policies),
         "rollouts": count_rollouts(state, task),
@@ -107,10 +111,10 @@ def find_failures(plan: Plan, summary: dict[str, Any], task: Task) -> list[str]:
     """What is wrong with a run; empty when it is good."""
     failures = []
     gain = summary["reward_last"] - summary["reward_first"]
-    if plan.is_default_length and gain < REWARD_GAIN_MIN:
-        failures.append(f"mean reward grew by {gain:.3f}, expected at least {REWARD_GAIN_MIN}")
-    if summary["held_out"] < HELD_OUT_MIN:
-        failures.append(f"evaluated on {summary['held_out']} held-out prompts, expected at least {HELD_OUT_MIN}")
+    if plan.is_default_length and gain < plan.reward_gain_min:
+        failures.append(f"mean reward grew by {gain:.3f}, expected at least {plan.reward_gain_min}")
+    if summary["held_out"] < plan.held_out_min:
+        failures.append(f"evaluated on {summary['held_out']} held-out prompts, expected at least {plan.held_out_min}")
     caught = {cheat["kind"] for cheat in summary["cheats"] if cheat["caught_by"] and cheat["slashed"] > 0}
     for kind in plan.cheats:
         if kind not in caught:

@@ -21,6 +21,7 @@ from protocol.rounds import get_end_round, get_num_epochs, get_times
 from troth.connect import find_deployment
 from troth.demo import check
 from troth.demo import plan as plans
+from troth.demo.curve import Curve, Point
 from troth.demo.launch import Launcher, free_port
 from troth.demo.watch import Screen
 from troth.keystore import Keys
@@ -28,7 +29,6 @@ from troth.network import Reader
 from troth.settings import LedgerSettings
 
 START_SECONDS_MAX = 120.0
-SETTLE_SECONDS_MAX = 90.0
 POLL_SECONDS = 0.5
 
 
@@ -42,28 +42,42 @@ def run_demo(
     keep: bool,
     as_json: bool,
 ) -> int:
+    """Run the demo of sort-4; see `run_plan`. Raises `ConfigError` for options that make no sense, too."""
+    plan = plans.make_plan(seed, num_nodes, cheats, minutes)
+    return run_plan(plan, directory=directory, keep=keep, as_json=as_json)
+
+
+def run_plan(
+    plan: plans.Plan, *, directory: Path | None, keep: bool, as_json: bool, results: Path | None = None
+) -> int:
     """Run a demo; returns the exit code: 0 when every claim of the summary holds.
 
+    Args:
+        directory: where processes keep their state; a temporary one, removed after a good run, when None.
+        results: folder for report.json, curve.csv and curve.svg; they stay in the run's directory when None.
+
     Raises:
-        ConfigError: for options that make no sense.
         Fault: when a process dies or the run does not get on.
     """
-    plan = plans.make_plan(seed, num_nodes, cheats, minutes)
     root = Path(tempfile.mkdtemp(prefix="troth-demo-")) if directory is None else directory.absolute()
     root.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(root)
-    started = time.monotonic()
+    results = root if results is None else results.absolute()
+    curve = Curve(results)
     failed = True
     try:
-        summary, failures = asyncio.run(_run(plan, launcher, started))
+        summary, failures = asyncio.run(_run(plan, launcher, curve))
         failed = bool(failures)
+        text = summary.pop("text")
+        (results / "report.json").write_text(json.dumps({**summary, "failures": failures}, indent=1) + "\n")
     finally:
         launcher.close()
         if directory is None and not keep and not failed:
             shutil.rmtree(root, ignore_errors=True)
         elif failed or keep:
             print(f"logs and state are in {root}", file=sys.stderr)
-    text = summary.pop("text")
+        if failed and curve.points:
+            print(f"{len(curve.points)} training steps were done: {results / 'curve.csv'}", file=sys.stderr)
     if as_json:
         print(json.dumps({**summary, "failures": failures}, indent=1))
     else:
@@ -74,13 +88,20 @@ def run_demo(
     return 1 if failures else 0
 
 
-async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[dict[str, Any], list[str]]:
+async def _run(plan: plans.Plan, launcher: Launcher, curve: Curve) -> tuple[dict[str, Any], list[str]]:
+    started = time.monotonic()
     nursery = launcher.open_nursery()
     launcher.make_keys(plan.participants)
-    plan = plans.fit_plan(plan, await asyncio.to_thread(nursery.wait_ready))
     names = {launcher.keys[name].account: name for name in plan.participants}
+    warm_up_seconds = await asyncio.to_thread(nursery.wait_ready)
     with Screen(names) as screen:
-        pace = f"a block every {plan.block_seconds} s, {plan.num_epochs * plans.EPOCH_ROUNDS} rounds"
+        first: dict[str, Any] | None = None
+        if plan.is_measured_first:
+            first = await measure_base(plan, launcher, screen)
+            plan = plan.fit(first["seconds"])
+        else:
+            plan = plan.fit(warm_up_seconds)
+        pace = plan.describe_pace()
         screen.say(f"starting {len(plan.participants)} participants, each a process with its own key; {pace}")
         ledger = await start_chain(plan, launcher)
         reader = Reader(ledger, launcher.root / "observer")
@@ -88,19 +109,36 @@ async def _run(plan: plans.Plan, launcher: Launcher, started: float) -> tuple[di
         try:
             await start_roles(plan, launcher, ledger, screen)
             task = await publish(plan, launcher, ledger, screen)
-            await _watch(launcher, ledger, reader, task, screen)
-            evaluation = await _finish(plan, launcher, ledger, reader, task, screen)
+            await _watch(launcher, ledger, reader, task, screen, curve)
+            evaluation = await _finish(plan, launcher, ledger, reader, task, screen, first)
             await ledger.poll()
             final = ledger.state.tasks[task]
             summary = await check.summarise(plan, ledger, final, names, evaluation)
             summary["seconds"] = round(time.monotonic() - started, 1)
             summary["seed"] = plan.seed
+            summary["block_seconds"] = plan.block_seconds
+            summary["curve"] = [point._asdict() for point in curve.points]
+            curve.draw(f"{final.spec.name}: mean reward", (evaluation.reward_first, evaluation.reward_last))
             failures = check.find_failures(plan, summary, final)
             summary["text"] = check.render(summary, names)
             return summary, failures
         finally:
             await reader.close()
             await ledger.close()
+
+
+async def measure_base(plan: plans.Plan, launcher: Launcher, screen: Screen) -> dict[str, Any]:
+    """Make the base policy and evaluate it; the row of the evaluation, with the seconds that it took."""
+    base = launcher.root / "trainer" / "base"
+    screen.say("making the base policy")
+    command = [*plan.base_command(base), "--json"]
+    await asyncio.to_thread(launcher.ask, *command, timeout_s=plan.command_seconds_max)
+    screen.say("evaluating it on the held-out prompts, which also tells this machine's pace")
+    started = time.monotonic()
+    row: dict[str, Any] = (await asyncio.to_thread(_evaluate, plan, launcher, [base]))[0]
+    row["seconds"] = time.monotonic() - started
+    screen.say(f"base policy: mean reward {row['reward']:.3f} on {row['prompts']} prompts, {row['seconds']:.0f} s")
+    return row
 
 
 async def start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
@@ -141,24 +179,24 @@ async def start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
 
 async def start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> None:
     """Start every role and wait until all are registered on the ledger."""
-    stake = f"stake = {plans.STAKE}"
-    config = launcher.write_settings("relay", stake, serves=True, seconds=0.2)
+    stake, pause = f"stake = {plans.STAKE}", plan.poll_seconds
+    config = launcher.write_settings("relay", stake, serves=True, seconds=pause)
     launcher.start("relay", "relay", "run", "--yes", "--config", str(config))
     for i in range(3):
-        config = launcher.write_settings(f"verifier{i}", stake, serves=True, seconds=0.25)
+        config = launcher.write_settings(f"verifier{i}", stake, serves=True, seconds=pause)
         launcher.start(f"verifier{i}", "verifier", "run", "--yes", "--config", str(config), forked=True)
     for name in plan.nodes:
-        top = f"{stake}\nslots = {plans.SLOTS}"
-        config = launcher.write_settings(name, top, serves=True, seconds=0.25)
+        top = f"{stake}\nslots = {plan.slots}"
+        config = launcher.write_settings(name, top, serves=True, seconds=pause)
         cheat = ["--cheat", name] if name in plan.cheats else []
         launcher.start(name, "node", "run", "--yes", *cheat, "--config", str(config), forked=True)
     base = launcher.root / "trainer" / "base"
-    await asyncio.to_thread(launcher.ask, "policy", "init", str(base), "--seed", str(plan.seed), "--json")
-    total_steps = plan.num_epochs * plans.EPOCH_ROUNDS
-    top = f'{stake}\n[trainer]\nbase = "{base}"\ntotal_steps = {total_steps}\n'
-    config = launcher.write_settings("trainer", top, serves=True, seconds=0.2)
+    if not plan.is_measured_first:
+        await asyncio.to_thread(launcher.ask, *plan.base_command(base), "--json")
+    top = f'{stake}\n[trainer]\nbase = "{base}"\n{plan.trainer_table()}\n'
+    config = launcher.write_settings("trainer", top, serves=True, seconds=pause)
     launcher.start("trainer", "trainer", "run", "--yes", "--config", str(config), forked=True)
-    launcher.write_settings("initiator", serves=False, seconds=0.25)
+    launcher.write_settings("initiator", serves=False, seconds=pause)
     wanted = {launcher.keys[name].account for name in plan.participants if name != "initiator"}
     deadline = time.monotonic() + START_SECONDS_MAX
     while not wanted <= set(ledger.state.participants):
@@ -184,14 +222,17 @@ async def publish(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, scree
     root = launcher.root
     config = str(root / "trainer" / "troth.toml")
     base = str(root / "trainer" / "base")
-    described = await asyncio.to_thread(launcher.ask, "policy", "describe", base, "--json", "--config", config)
+    described = await asyncio.to_thread(
+        launcher.ask, "policy", "describe", base, *plan.describe_options(), "--json", "--config", config
+    )
     file = root / "initiator" / "task.toml"
-    file.write_text(plans.write_task(plan, **described))
+    file.write_text(plan.task_text(described))
     published = await asyncio.to_thread(
         launcher.ask,
         "task",
         "publish",
         str(file),
+        *plan.publish_options(Path(base)),
         "--yes",
         "--json",
         "--config",
@@ -205,43 +246,59 @@ async def publish(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, scree
     return task
 
 
-async def _watch(launcher: Launcher, ledger: EvmLedger, reader: Reader, task_id: bytes, screen: Screen) -> None:
-    """Show progress until the last round's rollouts are committed."""
+async def _watch(
+    launcher: Launcher, ledger: EvmLedger, reader: Reader, task_id: bytes, screen: Screen, curve: Curve
+) -> None:
+    """Show progress until the last round's rollouts are committed; the curve grows with every recorded policy."""
     lineage: Lineage | None = None
+    started = time.monotonic()
     while True:
         await ledger.poll()
         await _check_alive(launcher)
         task = ledger.state.tasks[task_id]
-        lineage = await _newest_lineage(reader, task, lineage)
+        known = lineage.policy_version if lineage is not None else 0
+        for version in range(known + 1, task.policies[-1].version + 1):
+            found = await _fetch_lineage(reader, task, version)
+            if found is None:
+                break
+            lineage = found
+            rollouts = len(found.leaves) * task.spec.group_size
+            curve.add(Point(version, time.monotonic() - started, rollouts, found.reward_micro / 1e6))
         screen.show(ledger.state, task, lineage)
         if ledger.state.block_number > get_times(task, get_end_round(task) - 1).receipt_deadline:
             return
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _newest_lineage(reader: Reader, task: Task, known: Lineage | None) -> Lineage | None:
-    """The newest policy's public lineage record, or what is known when it cannot be had now."""
-    newest = task.policies[-1].version
-    if not newest or (known is not None and known.policy_version == newest):
-        return known
+async def _fetch_lineage(reader: Reader, task: Task, version: int) -> Lineage | None:
+    """A policy's public lineage record; None when it cannot be had now."""
     try:
-        data = await reader.blobs.get(compute_lineage_key(task.task, newest))
+        data = await reader.blobs.get(compute_lineage_key(task.task, version))
         return decode(Lineage, decode(Signed, data, bytes_max=LINEAGE_BYTES_MAX).body, bytes_max=LINEAGE_BYTES_MAX)
     except TrothError:
-        return known
+        return None
 
 
 async def _finish(
-    plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, reader: Reader, task_id: bytes, screen: Screen
+    plan: plans.Plan,
+    launcher: Launcher,
+    ledger: EvmLedger,
+    reader: Reader,
+    task_id: bytes,
+    screen: Screen,
+    first: dict[str, Any] | None,
 ) -> check.Evaluation:
-    """Evaluate while the last epoch settles, then claim and close."""
+    """Evaluate while the last epoch settles, then claim and close. `first` is the base policy's row, when it is known."""
     launcher.stop("trainer", *plan.nodes)
     task = ledger.state.tasks[task_id]
     eligible = [policy.version for policy in task.policies if policy.eligible_block is not None]
-    folders = [await reader.policies.fetch(task_id, version) for version in (0, max(eligible))]
-    evaluation = asyncio.create_task(asyncio.to_thread(_evaluate, launcher, folders, task))
+    wanted = (0, max(eligible)) if first is None else (max(eligible),)
+    folders = [await reader.policies.fetch(task_id, version) for version in wanted]
+    if first is not None:  # the environment's files are in the base policy's folder
+        folders.append(launcher.root / "trainer" / "base")
+    evaluation = asyncio.create_task(asyncio.to_thread(_evaluate, plan, launcher, folders))
     screen.say(f"the last round is over; settling {get_num_epochs(task)} epochs")
-    deadline = time.monotonic() + SETTLE_SECONDS_MAX
+    deadline = time.monotonic() + plan.settle_seconds_max
     while True:
         await ledger.poll()
         await _check_alive(launcher)
@@ -251,7 +308,7 @@ async def _finish(
             break
         if time.monotonic() > deadline:
             settled = "none" if task.final is None else task.final.epoch
-            raise Fault(f"not settled after {SETTLE_SECONDS_MAX:.0f} s: last final epoch is {settled}")
+            raise Fault(f"not settled after {plan.settle_seconds_max:.0f} s: last final epoch is {settled}")
         await asyncio.sleep(POLL_SECONDS)
     verifiers = [name for name in plan.participants if name.startswith("verifier")]
     launcher.stop(*verifiers)
@@ -259,7 +316,12 @@ async def _finish(
     screen.say("settled; claiming")
     await asyncio.gather(*(asyncio.to_thread(_claim, launcher, name, task_id) for name in (*honest, *verifiers)))
     await asyncio.to_thread(_close, launcher, task_id)
-    return await evaluation
+    rows = await evaluation
+    if first is not None:
+        rows = [first, *rows]
+    return check.Evaluation(
+        rows[0]["reward"], rows[1]["reward"], rows[0]["prompts"], rows[0]["error"], rows[1]["error"]
+    )
 
 
 def _claim(launcher: Launcher, name: str, task: bytes) -> None:
@@ -272,12 +334,11 @@ def _close(launcher: Launcher, task: bytes) -> None:
     launcher.ask("task", "close", task.hex(), "--yes", "--json", "--config", config)
 
 
-def _evaluate(launcher: Launcher, folders: list[Path], task: Task) -> check.Evaluation:
-    """Sample both policies on held-out prompts, in a process of its own (it needs torch, this one does not)."""
-    spec = task.spec
-    shown = launcher.ask(
-        "policy", "evaluate", *map(str, folders), "--entry", spec.environment.entry, "--args", spec.environment.args,
-        "--max-tokens", str(spec.sampling.max_tokens), "--stop-token", str(spec.sampling.stop_tokens[0]), "--json",
+def _evaluate(plan: plans.Plan, launcher: Launcher, folders: list[Path]) -> list[dict[str, Any]]:
+    """Sample policies on held-out prompts, in a process of its own (it needs torch, this one does not); a row for each."""
+    rows: list[dict[str, Any]] = launcher.ask(
+        "policy", "evaluate", *map(str, folders), "--entry", plan.entry, "--args", plan.arguments,
+        "--max-tokens", str(plan.max_tokens), "--stop-token", str(plan.stop_token), "--samples", str(plan.samples),
+        "--json", timeout_s=plan.command_seconds_max,
     )  # fmt: skip
-    rewards = [row["reward"] for row in shown]
-    return check.Evaluation(rewards[0], rewards[1], shown[0]["prompts"])
+    return rows

@@ -1,9 +1,14 @@
-"""The numbers of a demo run: who takes part, how long it lasts, what the task says."""
+"""The numbers of a demo run: who takes part, how long it lasts, what the task says.
+
+`Plan` is the run of `troth demo`; another demo is a plan of its own (troth.demo.smollm) that says otherwise where it differs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from protocol.errors import ConfigError
 from protocol.presets import MINIMAL
@@ -29,11 +34,37 @@ SLOTS = 14
 STAKE = 20_000_000_000
 REWARD_GAIN_MIN = 0.3
 HELD_OUT_MIN = 1_000
+SETTLE_SECONDS_MAX = 90.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run."""
+    """One run.
+
+    Attributes:
+        slots: groups per round that every node declares.
+        poll_seconds: between two looks of a role at the ledger.
+        settle_seconds_max: after the last round, until everything is settled.
+        command_seconds_max: longest that a command of the run may take.
+        reward_gain_min / held_out_min: what a run of the default length must show, and on how many prompts.
+        samples: completions of each held-out prompt in an evaluation.
+        is_measured_first: whether the base policy is evaluated before anything is started, to tell the machine's pace.
+        entry / arguments: the environment, as `troth policy evaluate` takes it.
+        max_tokens / stop_token: of every completion.
+    """
+
+    epoch_rounds: ClassVar[int] = EPOCH_ROUNDS
+    slots: ClassVar[int] = SLOTS
+    poll_seconds: ClassVar[float] = 0.25
+    command_seconds_max: ClassVar[float] = 120.0
+    reward_gain_min: ClassVar[float] = REWARD_GAIN_MIN
+    held_out_min: ClassVar[int] = HELD_OUT_MIN
+    samples: ClassVar[int] = 2
+    is_measured_first: ClassVar[bool] = False
+    entry: ClassVar[str] = "sort"
+    arguments: ClassVar[str] = '{"digits":4}'
+    max_tokens: ClassVar[int] = 6
+    stop_token: ClassVar[int] = 1
 
     seed: int
     num_nodes: int
@@ -53,6 +84,44 @@ class Plan:
     def nodes(self) -> list[str]:
         """Names of honest nodes and cheats."""
         return [name for name in self.participants if name.startswith("node") or name in self.cheats]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the whole task."""
+        return self.num_epochs * self.epoch_rounds
+
+    @property
+    def settle_seconds_max(self) -> float:
+        """See the class."""
+        return SETTLE_SECONDS_MAX
+
+    def fit(self, seconds: float) -> Plan:
+        """The same run at the pace of this machine; `seconds` is what importing the model packages took."""
+        return fit_plan(self, seconds)
+
+    def describe_pace(self) -> str:
+        """What to expect, for people."""
+        return f"a block every {self.block_seconds} s, {self.num_rounds} rounds"
+
+    def base_command(self, folder: Path) -> list[str]:
+        """The `troth` command that makes the base policy."""
+        return ["policy", "init", str(folder), "--seed", str(self.seed)]
+
+    def describe_options(self) -> list[str]:
+        """Options of `troth policy describe`."""
+        return []
+
+    def publish_options(self, base: Path) -> list[str]:
+        """Options of `troth task publish`."""
+        return []
+
+    def trainer_table(self) -> str:
+        """Lines of the trainer's [trainer] settings, besides its base policy."""
+        return f"total_steps = {self.num_rounds}"
+
+    def task_text(self, described: dict[str, Any]) -> str:
+        """The task file, from what `troth policy describe` says."""
+        return write_task(self, **{name: described[name] for name in ("base_policy", "base_manifest", "trainer")})
 
 
 def make_plan(seed: int, num_nodes: int, cheats: str, minutes: float) -> Plan:
@@ -104,13 +173,13 @@ max_staleness = 4
 trainer = "{trainer}"
 
 [environment]
-entry = "sort"
+entry = "{plan.entry}"
 args = {{ digits = 4 }}
 
 [sampling]
 temperature = 1.0
-max_tokens = 6
-stop_tokens = [1]
+max_tokens = {plan.max_tokens}
+stop_tokens = [{plan.stop_token}]
 
 [escrow]
 deposit = {epoch_pay * plan.num_epochs + 1_000_003}
