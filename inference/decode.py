@@ -11,20 +11,18 @@ Neighbours: inference.engine sizes rows and draws tokens, inference.forward comp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inference.draw import Draw
 from inference.forward import Forward, States
 from inference.kv_pool import Feed, KvPool
 from inference.memory import FORWARD_TOKENS_MAX
 from protocol.ports import Generation, SampleRequest
-
-#: Draws the next token of each row from (logits [n, vocabulary], keys uint64 [n], positions int64 [n]); int64 [n].
-Draw = Callable[[torch.Tensor, NDArray[np.uint64], NDArray[np.int64]], NDArray[np.int64]]
 
 #: Steps whose states are kept as they are before they are narrowed together.
 FRESH_STEPS_MAX = 64
@@ -196,7 +194,7 @@ class Decoder:
         """Sample a token in each row, end rows, and go on behind answers until every row waits for its next step."""
         while len(slots):
             counts = self._counts[slots]
-            chosen = self._draw(states.logits, self._keys[slots], counts)
+            chosen = self._draw(states.logits, self._keys[slots], counts, slots)
             self._tokens[slots, counts] = chosen
             self._counts[slots] = counts + 1
             if self._capture:

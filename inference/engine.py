@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from inference.decode import Decoder, Draw
+from inference.decode import Decoder
+from inference.draw import PlainDraw, ReplayableDraw
 from inference.forward import Forward, ModuleForward
 from inference.kv_pool import Feed, KvPool
 from inference.llama import LlamaForward
 from inference.memory import (
-    SAMPLE_SCORES_MAX,
     SIZE_FIELDS,
     compute_rows_max,
     estimate_memory,
@@ -35,7 +34,6 @@ from inference.memory import (
 from models.policy import load_model, read_config
 from protocol.errors import ConfigError, Fault
 from protocol.ports import Generation, SampleRequest
-from protocol.sampling import sample_tokens
 
 log = logging.getLogger(__name__)
 
@@ -149,11 +147,14 @@ class TorchEngine:
             batch = [requests[i] for i in members]
             try:
                 with torch.inference_mode():
+                    pool = self._make_pool(policy, batch, max_tokens)
                     decoder = Decoder(
                         policy.forward,
-                        self._make_pool(policy, batch, max_tokens),
+                        pool,
                         batch,
-                        self._make_draw(temperature),
+                        ReplayableDraw(temperature, self._vocab_size, pool.num_rows)
+                        if self._replayable
+                        else PlainDraw(temperature, self._vocab_size),
                         max_tokens=max_tokens,
                         stop_tokens=stop_tokens,
                         capture=self._replayable,
@@ -208,38 +209,6 @@ class TorchEngine:
             "lower batch_tokens_max, or free memory",
         )
         return KvPool(rows, width, self._device)
-
-    def _make_draw(self, temperature: float) -> Draw:
-        def limit(logits: torch.Tensor) -> int:
-            return logits.shape[1] if self._vocab_size is None else min(self._vocab_size, logits.shape[1])
-
-        def draw(logits: torch.Tensor, keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            host = logits.float().cpu().numpy()
-            # A sum is finite only if every term is, and costs a fraction of looking at each.
-            if not np.isfinite(host.sum()) and not np.isfinite(host).all():
-                raise Fault("the policy gives logits that are not finite: nothing can be sampled from it")
-            vocab = limit(logits)
-            step = max(1, SAMPLE_SCORES_MAX // vocab)
-            parts = [
-                sample_tokens(
-                    host[start : start + step],
-                    keys[start : start + step],
-                    positions[start : start + step],
-                    temperature=temperature,
-                    vocab_size=vocab,
-                )
-                for start in range(0, len(host), step)
-            ]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-        def draw_plainly(
-            logits: torch.Tensor, keys: NDArray[np.uint64], positions: NDArray[np.int64]
-        ) -> NDArray[np.int64]:
-            chances = torch.softmax(logits[:, : limit(logits)].float() / temperature, -1)
-            chosen: NDArray[np.int64] = torch.multinomial(chances, 1)[:, 0].cpu().numpy()
-            return chosen
-
-        return draw if self._replayable else draw_plainly
 
 
 def _read_free(device: str) -> int | None:

@@ -39,7 +39,7 @@ SAMPLE_SCORES_MAX = 1 << 21
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes a score costs while it is sampled from: its float32 copy, its noise and the words the noise is made of.
-_SCORE_BYTES = 64
+_SCORE_BYTES = 128
 
 
 class MemoryNeed(NamedTuple):
