@@ -179,7 +179,7 @@ def test_a_record_and_a_root_of_ones_own_are_no_twins(world):
 def test_one_process_per_directory(tmp_path):
     lock = DirectoryLock(tmp_path)
     assert is_running(tmp_path)
-    with pytest.raises(ConfigError, match="is in use by process [0-9]+: two processes with the same keys"):
+    with pytest.raises(ConfigError, match=r"is in use by process [0-9]+: two processes with the same keys"):
         DirectoryLock(tmp_path)
     lock.close()
     assert not is_running(tmp_path)
