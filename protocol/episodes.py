@@ -35,8 +35,8 @@ def compute_response(
     Raises:
         Fault: when the environment fails or answers with ids that are no tokens.
     """
-    response = environment.respond(prompt_index, completion)
-    if any(not 0 <= token < environment.vocab_size for token in response):
+    response = tuple(environment.respond(prompt_index, completion))
+    if any(type(token) is not int or not 0 <= token < environment.vocab_size for token in response):
         raise Fault(f"environment answered with ids outside 0 to {environment.vocab_size - 1}: {response[:16]}")
     return response if len(completion) + len(response) < spec.sampling.max_tokens else ()
 

@@ -204,7 +204,7 @@ def _explain_numbers(
         )
     worst, tolerance = int(np.argmax(scored.gaps)), profile.replay_tolerance_micro / 1e6
     gap = float(scored.gaps[worst])
-    yield Check("replay", gap <= tolerance, f"gap {gap:.6f} at position {worst}", f"{tolerance:.6f} logit/T")
+    yield Check("replay", gap <= tolerance, f"gap {gap:.6f} at sampled token {worst}", f"{tolerance:.6f} logit/T")
     near = int(((scored.gaps > 0) & (scored.gaps <= tolerance)).sum())
     yield Check("near-ties", None, str(near), f"{profile.near_ties_per_1k_max} per 1,000 tokens of the submission")
     yield Check("log-probability", None, f"mean {scored.logprobs.mean():.4f}", "the trainer's own is used")
