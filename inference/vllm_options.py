@@ -9,6 +9,7 @@ Neighbours: inference.vllm_runtime builds, inference.memory counts.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,11 @@ def require_vllm(device: str) -> None:
     Raises:
         ConfigError: when it is not installed, cannot be imported, or is a build for another kind of device.
     """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "compute.engine is vllm, but vllm is not installed: pip install -e '.[vllm]' for CUDA, make venv-vllm for a "
+            'CPU, or set compute.engine to "torch"'
+        )
     os.environ.update(_REQUIRED)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -80,15 +86,9 @@ def require_vllm(device: str) -> None:
             import vllm.v1.engine.llm_engine  # noqa: F401  # the rest, which building needs and which takes seconds
             from vllm.platforms import current_platform
     except ImportError as error:
-        if error.name == "vllm":
-            raise ConfigError(
-                "compute.engine is vllm, but vllm is not installed: pip install -e '.[vllm]' for CUDA, make venv-vllm for "
-                'a CPU, or set compute.engine to "torch"'
-            ) from None
         raise ConfigError(
             f"compute.engine is vllm, but vllm cannot be imported: {error}; see docs/engines.md"
         ) from error
-    _mend_search()
     if current_platform.device_type != device.partition(":")[0]:
         raise ConfigError(
             f"compute.device is {device!r}, but the installed vllm is built for {current_platform.device_type!r}: "
