@@ -38,8 +38,8 @@ from generate_engines import (
 SECONDS_MIN = 0.4
 #: Tokens of prompts (shortest, longest) and of completions.
 PROMPT_TOKENS, MIXED_TOKENS, COMPLETION_TOKENS = (16, 16), (4, 64), 32
-#: Batch of the case with prompts of mixed lengths.
-MIXED_BATCH = 8
+#: Name and batch of the case with prompts of mixed lengths.
+MIXED, MIXED_BATCH = "mixed", 8
 #: Highest overhead by size, and lowest ratio of the torch engine to transformers.
 OVERHEAD_MAX = {"demo": 0.10, "3m": 0.10, "135m": 0.05}
 RATIO_MIN = {"demo": 1.5, "3m": 1.0, "135m": 1.0}
@@ -54,12 +54,10 @@ class Case(NamedTuple):
     mixed: bool
 
 
-def make_cases(sizes: list[str], batches: list[int]) -> list[Case]:
-    """Every size and batch, and mixed prompt lengths once for each size."""
+def make_cases(sizes: list[str], batches: list[str]) -> list[Case]:
+    """Every size with every batch: a number of equally long prompts, or `mixed` lengths."""
     return [
-        case
-        for size in sizes
-        for case in (*(Case(size, batch, False) for batch in batches), Case(size, MIXED_BATCH, True))
+        Case(size, MIXED_BATCH if batch == MIXED else int(batch), batch == MIXED) for size in sizes for batch in batches
     ]
 
 
@@ -67,10 +65,11 @@ def measure(contenders: dict[str, Contender], workload: Workload, repeats: int) 
     """CPU seconds per token of every contender in every repeat; the first run of each is not counted."""
     loops = {}
     for name, run in contenders.items():
-        run(workload)
-        started = time.process_time()
-        run(workload)
-        loops[name] = max(1, round(SECONDS_MIN / (time.process_time() - started)))
+        loops[name], seconds = 0, 0.0
+        while seconds < SECONDS_MIN:
+            started = time.process_time()
+            run(workload)
+            seconds, loops[name] = seconds + time.process_time() - started, loops[name] + 1
     costs: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(repeats):
         names = list(contenders)
@@ -103,7 +102,7 @@ def run_here(engines: list[str], cases: list[Case], repeats: int) -> list[dict[s
 def run_there(python: str, engines: list[str], options: argparse.Namespace) -> list[dict[str, list[float]]]:
     """The same in a process of another interpreter."""
     command = [python, __file__, "--raw", "--engines", ",".join(engines), "--repeats", str(options.repeats)]
-    command += ["--sizes", ",".join(options.sizes), "--batches", ",".join(map(str, options.batches))]
+    command += ["--sizes", ",".join(options.sizes), "--batches", ",".join(options.batches)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VLLM_TIMEOUT_S, check=True)
     result: list[dict[str, list[float]]] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -153,16 +152,19 @@ def format_table(cases: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _split(text: str) -> list[str]:
+    return text.split(",")
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command line; lists are separated by commas."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words = {"type": lambda text: text.split(",")}
-    parser.add_argument("--sizes", default=list(SIZES), **words, help=f"of {','.join(SIZES)}")
-    parser.add_argument("--batches", default=[1, 8, 64], type=lambda text: [int(word) for word in text.split(",")])
+    parser.add_argument("--sizes", default=list(SIZES), type=_split, help=f"of {','.join(SIZES)}")
+    parser.add_argument("--batches", default=["1", "8", "64", MIXED], type=_split, help=f"numbers, and {MIXED}")
     parser.add_argument(
         "--engines",
         default=["torch", "torch-plain", "transformers", "vllm", "vllm-plain"],
-        **words,
+        type=_split,
         help=f"of {','.join(CONTENDERS)}",
     )
     parser.add_argument("--repeats", type=int, default=5)
@@ -173,6 +175,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, known in (("sizes", SIZES), ("engines", CONTENDERS)):
         if unknown := [word for word in getattr(options, name) if word not in known]:
             parser.error(f"--{name}: {unknown[0]!r} is none of {', '.join(known)}")
+    if unknown := [word for word in options.batches if word != MIXED and not (word.isdigit() and int(word))]:
+        parser.error(f"--batches: {unknown[0]!r} is neither a number from 1 nor {MIXED}")
     return options
 
 
@@ -211,7 +215,11 @@ def main() -> None:
         "cases": summaries,
         "left_out": left_out,
         "targets": {"overhead_max": OVERHEAD_MAX, "torch_to_transformers_min": RATIO_MIN},
-        "missed": [f"{one['size']} x {one['batch']}: {what}" for one in summaries for what in one["missed"]],
+        "missed": [
+            f"{one['size']} x {one['batch']}{' mixed' if one['mixed'] else ''}: {what}"
+            for one in summaries
+            for what in one["missed"]
+        ],
     }
     print(json.dumps(result, indent=1) if options.json else format_table(summaries))
 
