@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import pathlib
 
 import pytest
 
 from inference.engine import TorchEngine
+from inference.reports import describe_finding
 from inference.worker import NodeWorker
 from protocol.checks import get_assignment, open_bundle, validate_groups, validate_quota
 from protocol.codec import PROTOCOL_VERSION, decode
@@ -29,6 +31,7 @@ from protocol.messages import (
 from protocol.rounds import get_committee, get_times
 from protocol.verdict import Row, Status, compute_verdict_commitment, pack_rows
 from tests.support.scenario import Scenario, make_account, make_key, make_model, make_spec
+from troth.explain import parse_rollout
 
 
 @pytest.fixture(scope="module")
@@ -337,12 +340,15 @@ def test_an_upload_is_repeated_until_a_relay_answers(world):
     run(scenario())
 
 
+FINDING = "replay: slot 3 sample 1 position 2; observed gap 4.2; limit 0.001; sample as assigned"
+
+
 def _judge(world, node, status, reason):
     """Have three verifiers agree on the node's row of round 0 and publish a report about it."""
     times = get_times(world.task, 0)
     row = Row(node.ledger.account, status, reason, 8, 100, 1)
     names = {make_account(name): name for name in ("v0", "v1", "v2")}
-    finding = Finding(node.ledger.account, reason, "replay: slot 3 sample 1 position 2; observed gap 4.2", (3, 1, 2))
+    finding = Finding(node.ledger.account, reason, FINDING, (3, 1, 2))
 
     async def judge():
         while world.chain.block_number < times.verdict_commit_deadline:
@@ -382,10 +388,34 @@ def test_reads_why_a_round_was_refused(world):
         [verdict] = node.texts("verdict")
         assert (verdict["status"], verdict["pay"]) == ("cheat", 0)
         [why] = node.texts("rejected")
-        assert why["text"] == "replay: slot 3 sample 1 position 2; observed gap 4.2"
-        assert why["reason"] == "replay"
+        assert why["text"] == "replay: slot 3 sample 1 position 2; observed gap 4.2; limit 0.001; sample as assigned"
+        assert (why["reason"], why["observed"], why["limit"]) == ("replay", "gap 4.2", "0.001")
+        assert why["where"] == [3, 1, 2]
+        account = "0x" + node.ledger.account.hex()
+        assert why["reproduce"] == f"troth explain {world.task_id.hex()[:12]}/0/{account}/3/1"
+        assert parse_rollout(why["reproduce"].split()[-1])[1][2:] == (3, 1)
+        [kept] = json.loads((world.directory / "node" / "status.json").read_text())["rejections"]
+        assert (kept["round"], kept["reproduce"]) == (0, why["reproduce"])
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("text", "observed", "limit"),
+    [
+        (str(Reject(Reason.REWARD, "claimed reward", observed=5, limit=0, todo="do better")), "5", "0"),
+        (str(Reject(Reason.NEAR_TIES, "too many", observed=9)), "9", ""),
+        (str(Reject(Reason.LATE, "too late")), "", ""),
+        ("a stranger's text; observed ; limit", "", ""),
+        ("; limit x; observed y" * 500, "y", "x"),
+    ],
+)
+def test_numbers_are_read_out_of_a_finding(text, observed, limit):
+    found = describe_finding(bytes(32), 7, Finding(bytes(20), 14, text, (1,)))
+    assert (found["observed"], found["limit"].split(";")[0]) == (observed, limit)
+    assert found["reproduce"].endswith("/7/0x" + "00" * 20 + "/1/0")
+    assert len(found["text"]) <= 2000
+    assert describe_finding(bytes(32), 7, Finding(bytes(20), 999, "x", ()))["reason"] == "999"
 
 
 def _flip(world, key, data):

@@ -189,6 +189,6 @@ def test_sleeper_is_honest_on_probation_and_edits_some_groups_after_it(tmp_path,
 
 def test_names_of_adversaries():
     assert get_node_class("") is NodeWorker
-    assert set(CHEATS) == {"stale-policy", "false-reward", "token-editor", "sleeper"}
+    assert set(CHEATS) == {"stale-policy", "base-only", "false-reward", "token-editor", "sleeper"}
     with pytest.raises(ConfigError, match="sleepr"):
         get_node_class("sleepr")
