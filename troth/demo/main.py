@@ -173,6 +173,12 @@ async def start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
             raise Fault(f"the devnet went away: {error}") from None
     observer = Keys(plan.seed.to_bytes(32, "big"))
     ledger = EvmLedger(launcher.rpc, deployment, observer.ledger_secret, launcher.root / "observer.sqlite")
+    accounts = [launcher.keys[name].account for name in plan.participants]
+    deadline = time.monotonic() + START_SECONDS_MAX
+    while min([await ledger.token_balance(account) for account in accounts]) < plans.STAKE:  # not mined yet
+        if time.monotonic() > deadline:
+            raise Fault(f"the faucet's money is not there after {START_SECONDS_MAX:.0f} s")
+        await asyncio.sleep(POLL_SECONDS)
     await ledger.poll()
     return ledger
 

@@ -29,11 +29,11 @@ RANK, MODULES = 8, ("q_proj", "v_proj")
 
 EPOCH_ROUNDS = 4
 ROUND_BLOCKS = 30
-START_BLOCKS = 40
+START_BLOCKS = 24
 #: Blocks of a round from its start to its verdict, and of the last settlement, with claims.
 SETTLE_BLOCKS = 70
 #: One round is this many times the work of the evaluation that is measured, shared by two cores.
-ROUND_EVALUATIONS = 1.8
+ROUND_EVALUATIONS = 0.8
 ROUND_SECONDS_MIN, ROUND_SECONDS_MAX = 45.0, 240.0
 EPOCHS_MIN, EPOCHS_MAX = 2, 6
 #: Rounds from which on the reward has to have grown.
@@ -162,7 +162,7 @@ max_tokens = {MAX_TOKENS}
 stop_tokens = [{STOP_TOKEN}]
 
 [escrow]
-deposit = {epoch_pay * plan.num_epochs + 1_000_003}
+deposit = {epoch_pay * plan.num_epochs + 100_003}
 
 [schedule]
 start_delay_blocks = {START_BLOCKS}
