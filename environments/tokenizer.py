@@ -58,6 +58,10 @@ class Codec(Protocol):
         """Text of the tokens before the first one that is no text."""
         ...
 
+    def show(self, tokens: Sequence[int]) -> str:
+        """All tokens as text, markers included, for people."""
+        ...
+
     def encode_between(self, head: str, middle: str, tail: str, tokens_max: int) -> list[int]:
         """Tokens of three texts in a row; when they are more than `tokens_max`, the middle loses its first ones."""
         ...
@@ -76,6 +80,10 @@ class BytesCodec:
         """See `Codec`."""
         body: list[int] = list(takewhile(lambda token: 0 <= token < BYTES_END, tokens))
         return bytes(body).decode(errors="replace")
+
+    def show(self, tokens: Sequence[int]) -> str:
+        """See `Codec`."""
+        return bytes([token for token in tokens if token < BYTES_END]).decode(errors="replace")
 
     def encode_between(self, head: str, middle: str, tail: str, tokens_max: int) -> list[int]:
         """See `Codec`."""
@@ -112,6 +120,10 @@ class TokenizerCodec:
         """See `Codec`."""
         body = takewhile(lambda token: 0 <= token < self.vocab_size and token not in self._special, tokens)
         return str(self._tokenizer.decode(list(body), skip_special_tokens=False))
+
+    def show(self, tokens: Sequence[int]) -> str:
+        """See `Codec`."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def encode_between(self, head: str, middle: str, tail: str, tokens_max: int) -> list[int]:
         """See `Codec`. A token that spans a border belongs to the head or the tail."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import tempfile
@@ -186,9 +187,16 @@ def check_adapter(spec: TaskSpec, base: Path | None) -> None:
     require_fitting(spec, base)
 
 
-async def task_publish(settings: RoleSettings, file: Path, *, yes: bool, base: Path | None = None) -> dict[str, Any]:
-    """Publish a task file. A task whose policies are adapters is checked against the folder of its base policy."""
+async def task_publish(
+    settings: RoleSettings, file: Path, *, yes: bool, base: Path | None = None, check: bool = True
+) -> dict[str, Any]:
+    """Publish a task file.
+
+    A task whose policies are adapters is checked against the folder of its base policy; its environment is looked at in
+    processes of its own (troth.environment_check) unless `check` is off.
+    """
     from environments import content_hash
+    from troth.environment_check import require_sound
     from troth.task_file import load_task_file
 
     async with session(settings) as (ledger, keys):
@@ -197,6 +205,10 @@ async def task_publish(settings: RoleSettings, file: Path, *, yes: bool, base: P
         balance = await ledger.token_balance()
         if balance < deposit:
             raise ConfigError(f"account {hex_account(keys.account)} holds {balance} token units, deposit is {deposit}")
+        if check:
+            own = [Path(folder) for folder in (settings.trainer.base, *settings.environment_folders) if folder]
+            folders = [base, *own] if base else own
+            await asyncio.to_thread(require_sound, spec.environment, folders, max_tokens=spec.sampling.max_tokens)
         confirm(ledger, f"publish task {spec.name}", deposit, f"escrow {hex_account(ledger.address)}", yes=yes)
         before = set(ledger.state.tasks)
         data = encode(spec)

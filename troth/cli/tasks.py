@@ -116,6 +116,7 @@ def task_publish(
     base: Annotated[
         Path | None, typer.Option(help="folder of the base policy; needed when policies are adapters")
     ] = None,
+    check: Annotated[bool, typer.Option(help="look at the environment first (`troth env check`)")] = True,
     config: Config = None,
     yes: Yes = False,
     json_: Json = False,
@@ -123,7 +124,7 @@ def task_publish(
     """Publish a task file and put its reward into escrow."""
     from troth.commands import task_publish as work
 
-    shown = run(work(settings_of(config), file, yes=yes, base=base))
+    shown = run(work(settings_of(config), file, yes=yes, base=base, check=check))
     emit(shown) if json_ else print(f"task {shown['task']} published, round 0 starts at block {shown['start_block']}")
 
 
