@@ -49,4 +49,4 @@ def test_the_picture_has_a_dot_for_every_point_within_its_frame(count):
         assert 0 < float(dot.get("cy")) < height
     heights = [float(dot.get("cy")) for dot in dots]
     assert heights == sorted(heights, reverse=True)  # more reward is further up
-    assert [text.text for text in root.iter(f"{SVG}text")][0] == "a < b & c"
+    assert next(text.text for text in root.iter(f"{SVG}text")) == "a < b & c"
