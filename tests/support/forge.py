@@ -28,6 +28,7 @@ from inference.rollouts import make_bundle
 from protocol.assignment import compute_prompt_index, compute_sample_key
 from protocol.checks import Assignment, get_assignment
 from protocol.codec import encode, tagged_hash
+from protocol.episodes import Respond, compute_sampled, make_respond
 from protocol.ledger import events
 from protocol.ledger.state import LedgerState, Task, apply
 from protocol.messages import Bundle, Group, Sample, Signed, compute_bundle_root, make_domain, seal
@@ -94,7 +95,7 @@ class Court:
         self.task_id = make_account(name).ljust(32, b"\1")
         self._engines: dict[Path, TorchEngine] = {}
         self._honest: dict[int, dict[bytes, Bundle]] = {}
-        self.scorer = TorchScorer()
+        self.scorer = TorchScorer(vocab_size=self.environment.vocab_size)
         self.scorer.load(self.policy)
 
     # The ledger
@@ -165,7 +166,7 @@ class Court:
     def engine(self, folder: Path) -> TorchEngine:
         """A node's engine with a policy loaded."""
         if folder not in self._engines:
-            self._engines[folder] = TorchEngine()
+            self._engines[folder] = TorchEngine(vocab_size=self.environment.vocab_size)
             self._engines[folder].load(folder)
         return self._engines[folder]
 
@@ -178,6 +179,8 @@ class Court:
         prompt: Callable[[Assignment, int], tuple[int, ...]] | None = None,
         keys: Callable[[Assignment, int], Sequence[int]] | None = None,
         slots: Sequence[int] | None = None,
+        respond: Callable[[int], Respond] | None = None,
+        stop_tokens: Sequence[int] | None = None,
     ) -> list[Bundle]:
         """What nodes make of their assignments with the weights in `folder`, labelled as the assignments say.
 
@@ -186,19 +189,23 @@ class Court:
             prompt: tokens to generate a slot from, in place of the assigned prompt.
             keys: sampling keys of a slot in place of the assigned ones; as many samples are made.
             slots: to fill in place of 0 to quota - 1.
+            respond: what answers a prompt index, in place of the environment.
+            stop_tokens: in place of the task's.
         """
         spec, requests, counts = self.spec, [], []
         for one in assignments:
             for slot in slots or range(one.quota):
-                tokens = prompt(one, slot) if prompt else self.environment.prompt(self.prompt_index(one, slot))
+                index = self.prompt_index(one, slot)
+                tokens = prompt(one, slot) if prompt else self.environment.prompt(index)
+                answer = respond(index) if respond else make_respond(spec, self.environment, index)
                 drawn = (keys or self.keys)(one, slot)
                 counts.append(len(drawn))
-                requests += [SampleRequest(tokens, key) for key in drawn]
+                requests += [SampleRequest(tokens, key, answer) for key in drawn]
         made = self.engine(folder).generate(
             requests,
             temperature=temperature or self._temperature,
             max_tokens=spec.sampling.max_tokens,
-            stop_tokens=spec.sampling.stop_tokens,
+            stop_tokens=spec.sampling.stop_tokens if stop_tokens is None else stop_tokens,
         )
         proofs = build_proofs([one.hidden for one in made], topk=spec.profile.topk, chunk=spec.profile.chunk)
         rollouts = iter(zip(made, proofs, strict=True))
@@ -227,11 +234,14 @@ class Court:
         return compute_prompt_index(assignment.seed(slot), self.environment.num_prompts)
 
     def prefill(
-        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        completions: Sequence[tuple[int, ...]],
+        sampled: Sequence[NDArray[np.int64]] | None = None,
     ) -> list[NDArray[np.uint16]]:
         """Activations of any completions under the round's policy: what a forger with the weights can always compute."""
         requests = [SampleRequest(prompt, 0) for prompt in prompts]
-        return [one.hidden for one in self.scorer.score(requests, completions, temperature=1.0)]
+        return [one.hidden for one in self.scorer.score(requests, completions, temperature=1.0, sampled=sampled)]
 
     def logprobs(self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """Log-probabilities at the task's temperature, by an engine's logits."""
@@ -244,20 +254,26 @@ class Court:
             found.append(one)
         return found
 
-    def commit_to(self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> list[Any]:
+    def commit_to(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        completions: Sequence[tuple[int, ...]],
+        sampled: Sequence[NDArray[np.int64]] | None = None,
+    ) -> list[Any]:
         """Commitments to any completions that match the round's policy perfectly."""
         profile = self.spec.profile
-        return build_proofs(self.prefill(prompts, completions), topk=profile.topk, chunk=profile.chunk)
+        return build_proofs(self.prefill(prompts, completions, sampled), topk=profile.topk, chunk=profile.chunk)
 
     def rewrite(self, bundle: Bundle, edit: Callable[[int, int, tuple[int, ...]], tuple[int, ...]]) -> Bundle:
         """The strongest token forger: `edit(slot, sample, tokens)` changes completions, then rewards are those of the
         new tokens and commitments are the round's policy's own over them."""
-        prompts, completions = [], []
+        prompts, completions, sampled = [], [], []
         for group in bundle.groups:
             for number, sample in enumerate(group.samples):
                 prompts.append(self.environment.prompt(group.prompt_index))
                 completions.append(tuple(edit(group.slot, number, sample.tokens)))
-        proofs = iter(self.commit_to(prompts, completions))
+                sampled.append(compute_sampled(self.spec, self.environment, group.prompt_index, completions[-1]))
+        proofs = iter(self.commit_to(prompts, completions, sampled))
         tokens = iter(completions)
         groups = []
         for group in bundle.groups:
