@@ -151,12 +151,26 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             value = text
+        key = name.replace("-", "_")
+        if key in _text_keys(RoleSettings) and not isinstance(value, str):
+            value = text  # a task or directory may be called 5958, or 12e4
         here = table
-        *parents, leaf = name.replace("-", "_").split(".")
+        *parents, leaf = key.split(".")
         for parent in parents:
             here = here.setdefault(parent, {})
         here[leaf] = value
     return table
+
+
+def _text_keys(model: type[BaseModel], prefix: str = "") -> set[str]:
+    """Dotted names of the settings that are text."""
+    keys = set()
+    for name, field in model.model_fields.items():
+        if field.annotation is str:
+            keys.add(prefix + name)
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys |= _text_keys(field.annotation, f"{prefix}{name}.")
+    return keys
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

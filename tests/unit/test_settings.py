@@ -125,3 +125,9 @@ def test_mistakes_in_a_task_are_named(tmp_path, old, new, hint):
     with pytest.raises(ConfigError, match=r"task\.toml: ") as caught:
         _load(tmp_path, TASK.replace(old, new))
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["5958", "12e4", "0x12", "true", "1979-05-27"])
+def test_text_that_looks_like_a_number_stays_text_on_the_command_line(text):
+    assert load_settings([], ["--task", text, "--ledger.rpc", text]).task == text
+    assert load_settings([], ["--task", '"ab"']).task == "ab"
