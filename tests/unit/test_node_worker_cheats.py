@@ -165,6 +165,23 @@ def test_stale_policy_uses_the_version_before(world, base, tmp_path):
     assert tokens_of(bundle.groups) != tokens_of(party.honest(assignment, newer))
 
 
+def test_base_only_is_honest_until_there_is_something_newer(world, base, tmp_path):
+    party, newer = Party(world, CHEATS["base-only"]), make_model(tmp_path / "v1", 1)
+
+    async def scenario():
+        await party.run_until(get_times(world.task, 1).start - 3)
+        world.record_policy(1, newer)
+        await party.run_until(get_times(world.task, 1).start + 4)
+
+    run(scenario())
+    for index in range(2):
+        bundle, assignment = party.open(index)
+        assert (assignment.policy_version, bundle.policy) == (index, world.task.policies[index].policy)
+        validate_groups(world.spec, world.environment, assignment, bundle, 64)
+        assert tokens_of(bundle.groups) == tokens_of(party.honest(assignment, base))
+    assert tokens_of(bundle.groups) != tokens_of(party.honest(assignment, newer))
+
+
 def test_sleeper_is_honest_on_probation_and_edits_some_groups_after_it(tmp_path, base):
     world = Scenario(tmp_path, make_spec(base), base)
     for name in ("v0", "v1", "v2"):
