@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from troth.demo.smollm import EPOCHS_MAX, EPOCHS_MIN, ROUND_BLOCKS, ROUND_SECOND
 from troth.devnet import UNBOND_BLOCKS
 from troth.smollm import TOKENIZER_SHA256
 from troth.task_file import load_task_file
+
+ROOT = Path(__file__).parents[2]
 
 
 def load(plan, tmp_path):
@@ -78,3 +81,14 @@ def test_the_trainer_settings_are_ones_that_a_trainer_takes():
     settings = validate(RoleSettings, {"trainer": table}, "plan")
     assert settings.trainer.groups_min == smollm.GROUPS_PER_ROUND
     assert settings.trainer.minibatch_groups == 0
+
+
+def test_the_example_is_the_same_task_with_other_deadlines(tmp_path):
+    example = tmp_path / "example.toml"
+    head = f'base_policy = "{"ab" * 32}"\nbase_manifest = "{"cd" * 32}"\ntrainer = "0x{"ef" * 20}"\n'
+    example.write_text(head + (ROOT / "examples" / "smollm" / "task.toml").read_text())
+    spec, deposit = load_task_file(example, token=bytes(20), content_hash=lambda entry, args: bytes(32))
+    ours = load(make_plan(0, 45.0), tmp_path)[0]
+    for field in ("name", "environment", "sampling", "adapter", "group_size", "groups_per_round", "profile"):
+        assert getattr(spec, field) == getattr(ours, field), field
+    assert deposit // compute_epoch_pay_max(spec) >= spec.schedule.num_epochs
