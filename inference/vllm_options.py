@@ -89,6 +89,7 @@ def require_vllm(device: str) -> None:
         raise ConfigError(
             f"compute.engine is vllm, but vllm cannot be imported: {error}; see docs/engines.md"
         ) from error
+    _mend_search()
     if current_platform.device_type != device.partition(":")[0]:
         raise ConfigError(
             f"compute.device is {device!r}, but the installed vllm is built for {current_platform.device_type!r}: "
