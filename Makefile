@@ -56,7 +56,7 @@ test-npm: $(STAMP) contracts-check ## Tests that need npm's compiler
 	$(BIN)/python -m pytest -m npm
 
 test-vllm: $(VLLM_STAMP) ## The vLLM engine for real, in its own environment
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not nightly" tests/vllm
 
 test-smollm: $(SMOLLM_STAMP) ## The conversion of the real SmolLM2-135M-Instruct
 	$(BIN)/python -m pytest -m smollm
