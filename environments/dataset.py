@@ -37,7 +37,7 @@ RIGHT = 1_000_000
 #: What may be a number in a text, found in one pass; and a number as people write it, with separators, decimals, a denominator.
 _CANDIDATE = re.compile(r"[-+]?\d[\d,.]*(?:/\d+)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,9}|\d{1,30})(?:\.\d{1,30}|/\d{1,30})?", re.ASCII)
-_LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
+_LETTER = re.compile(r"(?<![A-Za-z0-9])[A-Z](?![A-Za-z0-9])")
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

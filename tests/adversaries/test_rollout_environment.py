@@ -1,9 +1,11 @@
 """Attacks on rewards and on the environment: claimed rewards (R13), reward hacking (T2), graders that flip under load (X3),
-and task code (a task that brings or names code instead of an installed environment)."""
+answers that are code (X1), and task code (a task that brings or names code instead of an installed environment)."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import threading
 
 import numpy as np
@@ -165,3 +167,102 @@ def test_a_task_of_another_version_of_the_environment_is_refused():
         with pytest.raises(ConfigError):
             environments.load(EnvironmentSpec("sort", '{"digits":4}', bytes(wrong)))
     environments.load(EnvironmentSpec("sort", '{"digits":4}', right))
+
+
+# ---- environments in text: what a model writes is data
+
+
+def write_set(folder, *rows):
+    data = "".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows).encode()
+    (folder / "data.jsonl").write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def make_text(entry, folders=(), **args):
+    text = json.dumps(args, sort_keys=True, separators=(",", ":"))
+    return environments.load(EnvironmentSpec(entry, text, environments.content_hash(entry, text)), folders)
+
+
+SECRET = "troth_must_not_exist"
+
+
+def write_code(path):
+    """Answers that would leave a file behind if anything ran them."""
+    line = f"open({str(path)!r},'w')"
+    yield from (line, f"[{line}]", f"({line},)", f"{{'a':{line}}}", f"<answer>{line}</answer>", f"\\boxed{{{line}}}")
+    yield from (
+        f"__import__('os').system('touch {path}')",
+        f"${line}$",
+        f"5 if {line} else 5",
+        f"$(touch {path})",
+        f"`touch {path}`",
+    )
+
+
+def test_X1_no_environment_runs_what_a_model_wrote(tmp_path):
+    from reasoning_gym.factory import DATASETS
+
+    from environments.reasoning_gym import REFUSED
+
+    target = tmp_path / SECRET
+    digest = write_set(tmp_path, ("a?", "5"))
+    tried = 0
+    made = [make_text("math", [tmp_path], data=digest)]
+    made += [
+        make_text("dataset", [tmp_path], data=digest, reward=name)
+        for name in ("exact", "contains", "prefix", "numeric")
+    ]
+    quick = [name for name in sorted(DATASETS) if name not in REFUSED][::4]
+    made += [make_text("reasoning_gym", dataset=name, size=3) for name in quick]
+    for environment in made:
+        for answer in write_code(target):
+            assert 0 <= environment.reward(0, environment.codec.encode(answer)) <= 1_000_000
+            tried += 1
+    assert tried >= 250
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("reward", ["exact", "numeric", "multiple_choice", "math"])
+def test_T2_hacks_of_text_graders_score_nothing(tmp_path, reward):
+    gold = "C" if reward == "multiple_choice" else "42"
+    environment = make_text("dataset", [tmp_path], data=write_set(tmp_path, ("a?", gold)), reward=reward)
+    others = "A B C D" if reward == "multiple_choice" else "40 41 42 43"
+    hacks = [
+        "",
+        " ",
+        "?",
+        "a?",
+        others,
+        f"not {gold}5",
+        "nan",
+        "True",
+        "None",
+        "*",
+        "answer",
+        "42.0.0",
+        "0x2a",
+        "4 2",
+        "٤٢",
+        "4e1",
+    ]
+    hacks += ["[142", "{42,43}", "x", "42 or 43", "42=43"] if reward != "multiple_choice" else ["CC", "c", "ABCD"]
+    for hack in hacks:
+        assert environment.reward(0, [*environment.codec.encode(hack), 256]) == 0, hack
+    assert environment.reward(0, [*environment.codec.encode(gold), 256]) == 1_000_000
+    assert environment.reward(0, [256, *environment.codec.encode(gold)]) == 0, "an answer behind the end is none"
+
+
+def test_a_file_under_another_files_name_is_never_used(tmp_path):
+    digest = write_set(tmp_path, ("a?", "5"))
+    data = (tmp_path / "data.jsonl").read_bytes()
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        changed = bytearray(data)
+        changed[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+        (tmp_path / "data.jsonl").write_bytes(bytes(changed))
+        with pytest.raises(ConfigError, match=digest):
+            make_text("dataset", [tmp_path], data=digest, reward="exact")
+    (tmp_path / "data.jsonl").write_bytes(data)
+    environment = make_text("dataset", [tmp_path], data=digest, reward="exact")
+    (tmp_path / "data.jsonl").write_bytes(b"")
+    assert environment.reward(0, [ord("5"), 256]) == 1_000_000, "read once"
