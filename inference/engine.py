@@ -98,19 +98,18 @@ class TorchEngine:
         """
         torch.set_num_threads(self._threads)
         self._require_weights(folder)
-        model = load_model(folder, device=self._device, dtype=self._dtype)
-        config = model.config.get_text_config(decoder=True)
-        sizes = {name: getattr(config, name, None) for name in SIZE_FIELDS}
         try:
+            model = load_model(folder, device=self._device, dtype=self._dtype)
+            config = model.config.get_text_config(decoder=True)
+            sizes = {name: getattr(config, name, None) for name in SIZE_FIELDS}
             with torch.inference_mode():
                 self._policy = _Policy(model, _make_forward(model, self._device), sizes)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's own: out of memory, a device that went away
             raise Fault(f"policy folder {folder} cannot be run on {self._device}: {error}") from error
 
     def _require_weights(self, folder: Path) -> None:
         """Compare a policy's weights with the free memory before they are read. Raises `Fault`."""
-        base = folder / "base"  # where a policy that is an adapter has its sizes
-        config = read_config(base if base.is_dir() else folder)
+        config = read_config(folder)
         if "hidden_size" in config:  # a family with names of its own is counted once it is built
             need = estimate_memory(config, dtype=self._dtype, batch_tokens=1)
             todo = "use a narrower dtype, another device, or a task with a smaller policy"
@@ -214,7 +213,7 @@ class TorchEngine:
 def _read_free(device: str) -> int | None:
     """Free memory of a device in bytes, None where it is not known."""
     kind = torch.device(device).type
-    if kind == "cuda":
+    if kind == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
     return read_free_bytes() if kind == "cpu" else None
 

@@ -45,16 +45,35 @@ class Forward(Protocol):
         ...
 
 
+class _Window:
+    """What the layers of one pass share. Empty between passes, so that nothing of it outlives its pool."""
+
+    pool: KvPool
+    feed: Feed
+    rows: torch.Tensor
+    positions: torch.Tensor
+
+    def open(self, pool: KvPool, feed: Feed) -> None:
+        """Take in a feed without padding."""
+        self.pool, self.feed = pool, feed
+        self.rows = pool.to_device(feed.slots)
+        self.positions = pool.to_device(feed.starts[:, None] + np.arange(feed.tokens.shape[1]))
+
+    def close(self) -> None:
+        """Let go of pool and feed."""
+        self.__dict__.clear()
+
+
 class _PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One attention layer's keys and values, as transformers asks for them."""
 
-    def __init__(self, cache: _PooledCache) -> None:
+    def __init__(self, window: _Window) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
+        self._window = window
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the layer's planes; both states are [n, heads, m, width]."""
-        make = self._cache.pool.add_plane
+        make = self._window.pool.add_plane
         self.keys = make(1, key_states.shape[1], key_states.shape[3], key_states.dtype)
         self.values = make(1, value_states.shape[1], value_states.shape[3], value_states.dtype)
         self.is_initialized = True
@@ -65,38 +84,36 @@ class _PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Store the new states; returns all of the rows'."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache, read = self._cache, []
+        window, read = self._window, []
         for plane, new in ((self.keys, key_states), (self.values, value_states)):
             assert plane is not None
-            plane[0][cache.rows[:, None], :, cache.positions] = new.transpose(1, 2)
-            read.append(cache.pool.select(plane, cache.feed)[0])
+            plane[0][window.rows[:, None], :, window.positions] = new.transpose(1, 2)
+            read.append(window.pool.select(plane, window.feed)[0])
         return read[0], read[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns a mask has to have, and its offset."""
-        return self._cache.feed.columns, 0
+        return self._window.feed.columns, 0
 
     def get_seq_length(self) -> int:
         """Tokens of the longest row before this feed."""
-        return int(self._cache.feed.starts.max())
+        return int(self._window.feed.starts.max())
 
     def get_max_length(self) -> int:
         """Columns of the pool."""
-        return self._cache.pool.num_columns
+        return self._window.pool.num_columns
 
 
-class _PooledCache(Cache):
-    """A transformers cache over a pool, valid for one feed at a time."""
+class _Captured:
+    """Takes the output head's input: the post-norm last hidden state, whatever the architecture calls it.
 
-    def __init__(self, pool: KvPool, num_layers: int) -> None:
-        super().__init__(layers=[_PooledLayer(self) for _ in range(num_layers)])
-        self.pool = pool
+    It knows no model: a model that its own hook refers back to is freed late, and memory holds a policy too many.
+    """
 
-    def open(self, feed: Feed) -> None:
-        """Take in a feed without padding."""
-        self.feed = feed
-        self.rows = self.pool.to_device(feed.slots)
-        self.positions = self.pool.to_device(feed.starts[:, None] + np.arange(feed.tokens.shape[1]))
+    hidden: torch.Tensor | None = None
+
+    def __call__(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.hidden = inputs[0]
 
 
 class ModuleForward:
@@ -117,43 +134,43 @@ class ModuleForward:
             raise Fault(
                 f"layers of kind {unknown} keep a state that the engine cannot hold: only attention is supported"
             )
-        self._captured: torch.Tensor | None = None
-        self._cache: _PooledCache | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._capture)
-
-    def _capture(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        """The output head's input is the post-norm last hidden state, whatever the architecture calls it."""
-        self._captured = inputs[0]
+        self._captured, self._window = _Captured(), _Window()
+        model.get_output_embeddings().register_forward_pre_hook(self._captured)
 
     def __call__(self, pool: KvPool, feed: Feed) -> States:
         """See `Forward`. Rows with equally many tokens go through the model together, so that nothing is padded."""
-        if self._cache is None or self._cache.pool is not pool:
-            self._cache = _PooledCache(pool, int(self._config.num_hidden_layers))
+        if pool.attached is None:
+            num_layers = int(self._config.num_hidden_layers)
+            pool.attached = Cache(layers=[_PooledLayer(self._window) for _ in range(num_layers)])
         parts, order = [], []
         for count in np.unique(feed.counts).tolist():
             rows = np.flatnonzero(feed.counts == count)
             part = Feed(feed.slots[rows], feed.tokens[rows, :count], feed.counts[rows], feed.starts[rows])
-            parts.append(self._run(self._cache, part))
+            try:
+                self._window.open(pool, part)
+                parts.append(self._run(self._window))
+            finally:
+                self._window.close()
             order.append(rows)
         if len(parts) == 1:
             return parts[0]
         back = torch.from_numpy(np.argsort(np.concatenate(order))).to(pool.device)
         return States(*(torch.cat(tensors)[back] for tensors in zip(*parts, strict=True)))
 
-    def _run(self, cache: _PooledCache, feed: Feed) -> States:
-        cache.open(feed)
+    def _run(self, window: _Window) -> States:
+        pool, feed = window.pool, window.feed
         output = self._model(
-            input_ids=cache.pool.to_device(feed.tokens),
-            attention_mask=self._masks(cache.positions, feed.columns),
-            position_ids=cache.positions,
-            past_key_values=cache,
+            input_ids=pool.to_device(feed.tokens),
+            attention_mask=self._masks(window.positions, feed.columns),
+            position_ids=window.positions,
+            past_key_values=pool.attached,
             use_cache=True,
             logits_to_keep=1,
         )
-        if self._captured is None:
+        hidden, self._captured.hidden = self._captured.hidden, None
+        if hidden is None:
             raise Fault("the policy's output head was not called: this architecture is not supported")
-        hidden, self._captured = self._captured[:, -1].clone(), None  # a view would hold the states of all positions
-        return States(output.logits[:, -1], hidden)
+        return States(output.logits[:, -1], hidden[:, -1].clone())  # a view would hold the states of all positions
 
     def _masks(self, positions: torch.Tensor, num_columns: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """The mask every layer takes, or one for each kind of layer."""

@@ -42,12 +42,14 @@ class KvPool:
     Attributes:
         planes: what forward passes store, each [groups, rows, heads, columns, width].
         lines: every group of every plane as [rows x heads x columns, width].
+        attached: what a forward pass keeps with its planes; it must not refer to the pool.
     """
 
     def __init__(self, num_rows: int, num_columns: int, device: str) -> None:
         self.num_rows, self.num_columns, self.device = num_rows, num_columns, device
         self.planes: list[torch.Tensor] = []
         self.lines: list[torch.Tensor] = []
+        self.attached: object = None
 
     def add_plane(self, groups: int, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a plane of zeros: what is masked is multiplied by zero, so it has to be finite."""
