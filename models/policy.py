@@ -98,6 +98,7 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     fields = read_config(folder)
     try:
@@ -105,7 +106,9 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
         tensors = dict(read_tensors(folder))
         _require_size(config, sum(tensor.numel() for tensor in tensors.values()))
         make: Any = AutoModelForCausalLM.from_config
-        model = make(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        # Every weight is overwritten below, or the folder is refused; drawing them first takes most of the time.
+        with no_init_weights():
+            model = make(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         model.to(device)
         keys = model.load_state_dict(tensors, strict=False)
     except Fault:

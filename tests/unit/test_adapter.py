@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference.engine import TorchEngine
 from models.adapter import (
@@ -91,11 +92,20 @@ def test_merged_weights_are_rounded_once(base, adapter):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engine_and_verifier_hold_the_same_bits(base, adapter, dtype):
-    engine, scorer = TorchEngine(dtype=dtype), TorchScorer(dtype=dtype)
-    engine.load(adapter)
-    scorer.load(adapter)
-    ours, theirs = engine._model.state_dict(), scorer._model.state_dict()
+def test_engine_and_verifier_hold_the_same_bits(adapter, dtype, monkeypatch):
+    """What each takes its weights from, before it arranges them as it likes."""
+    states = []
+
+    def record(*args, **kwargs):
+        model = load_model(*args, **kwargs)
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return model
+
+    monkeypatch.setattr("inference.engine.load_model", record)
+    monkeypatch.setattr("verifier.scorer.load_model", record)
+    TorchEngine(dtype=dtype).load(adapter)
+    TorchScorer(dtype=dtype).load(adapter)
+    ours, theirs = states
     assert ours.keys() == theirs.keys()
     merged = dict(read_tensors(adapter))
     for name, tensor in ours.items():
@@ -175,6 +185,24 @@ def test_the_base_link_is_corrected_and_never_followed_twice(base, adapter, tmp_
     (folder / BASE).mkdir()
     with pytest.raises(Fault, match="remove what is in the way"):
         link_base(folder, base)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "mistral", "gemma2", "phi3"])
+def test_a_model_that_was_loaded_has_nothing_uninitialised(tmp_path, kind):
+    """Parameters come from the file; what is computed instead (rotary frequencies, masks) is what the library computes."""
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, **sizes, **heads, max_position_embeddings=64)
+    made = AutoModelForCausalLM.from_config(config).eval()
+    config.save_pretrained(tmp_path)
+    tied = set(getattr(made, "all_tied_weights_keys", None) or {})
+    tensors = {name: tensor for name, tensor in made.state_dict().items() if name not in tied}
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path)
+    ours, theirs = dict(loaded.named_buffers()), dict(made.named_buffers())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(_logits(loaded), _logits(made))
 
 
 # Hostile folders
