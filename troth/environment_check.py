@@ -259,12 +259,12 @@ def sample_environment(
 
 
 def render(environment: Any, tokens: Iterable[int]) -> str:
-    """Tokens as people read them: text, else the environment's own rendering, else ids."""
+    """Tokens as people read them: text, else by the vocabulary of the environment's module, else ids."""
     codec = getattr(environment, "codec", None)
     if codec is not None:
         return str(codec.show(list(tokens)))
-    own = getattr(sys.modules[type(environment).__module__], "render", None)
-    return str(own(list(tokens))) if own else ",".join(str(token) for token in tokens)
+    words = getattr(sys.modules[type(environment).__module__], "VOCABULARY", None)
+    return "".join(words[token] for token in tokens) if words else ",".join(str(token) for token in tokens)
 
 
 def read_completion(environment: Any, text: str) -> tuple[int, ...]:
