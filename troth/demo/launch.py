@@ -162,6 +162,7 @@ class Launcher:
     keys: dict[str, Keys] = field(default_factory=dict)
     running: dict[str, Process] = field(default_factory=dict)
     nursery: Nursery | None = None
+    asked: set[Process] = field(default_factory=set)
     _password: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def environment(self) -> dict[str, str]:
@@ -232,11 +233,14 @@ bind = "{bind}"
         name = f"{'-'.join(arguments[:2])}-{secrets.token_hex(4)}"
         out, log = folder / f"{name}.json", folder / f"{name}.txt"
         child = self.nursery.fork(name, list(arguments), out, log)
+        self.asked.add(child)
         try:
             code = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             child.kill()
             raise Fault(f"`troth {' '.join(arguments)}` is not done after {timeout_s:.0f} s") from None
+        finally:
+            self.asked.discard(child)
         if code:
             raise Fault(f"`troth {' '.join(arguments)}` failed: {log.read_text(errors='replace')[-2000:]}")
         return json.loads(out.read_text())
@@ -273,7 +277,11 @@ bind = "{bind}"
                 process.wait()
 
     def close(self) -> None:
-        """End everything."""
+        """End everything, commands that are under way included: whoever waits for one gets a `Fault`."""
+        for child in tuple(self.asked):
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_SECONDS)
         self.stop()
         if self.nursery is not None:
             self.nursery.close()

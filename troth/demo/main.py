@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -64,6 +65,7 @@ def run_plan(
     launcher = Launcher(root)
     results = root if results is None else results.absolute()
     curve = Curve(results)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to stop, it stops its processes like at Ctrl-C
     failed = True
     try:
         summary, failures = asyncio.run(_run(plan, launcher, curve))
@@ -77,6 +79,7 @@ def run_plan(
         elif failed or keep:
             print(f"logs and state are in {root}", file=sys.stderr)
         if failed and curve.points:
+            curve.draw("mean reward (the run did not end well)")
             print(f"{len(curve.points)} training steps were done: {results / 'curve.csv'}", file=sys.stderr)
     if as_json:
         print(json.dumps({**summary, "failures": failures}, indent=1))
@@ -89,6 +92,14 @@ def run_plan(
 
 
 async def _run(plan: plans.Plan, launcher: Launcher, curve: Curve) -> tuple[dict[str, Any], list[str]]:
+    try:
+        return await _run_all(plan, launcher, curve)
+    except asyncio.CancelledError:
+        launcher.close()  # before the event loop waits for threads, which wait for processes
+        raise
+
+
+async def _run_all(plan: plans.Plan, launcher: Launcher, curve: Curve) -> tuple[dict[str, Any], list[str]]:
     started = time.monotonic()
     nursery = launcher.open_nursery()
     launcher.make_keys(plan.participants)

@@ -33,7 +33,7 @@ START_BLOCKS = 24
 #: Blocks of a round from its start to its verdict, and of the last settlement, with claims.
 SETTLE_BLOCKS = 70
 #: One round is this many times the work of the evaluation that is measured, shared by two cores.
-ROUND_EVALUATIONS = 0.8
+ROUND_EVALUATIONS = 1.5
 ROUND_SECONDS_MIN, ROUND_SECONDS_MAX = 45.0, 240.0
 EPOCHS_MIN, EPOCHS_MAX = 2, 6
 #: Rounds from which on the reward has to have grown.
@@ -64,6 +64,7 @@ class SmollmPlan(Plan):
     reward_gain_min: ClassVar[float] = 0.15
     held_out_min: ClassVar[int] = HELD_OUT
     is_measured_first: ClassVar[bool] = True
+    samples: ClassVar[int] = 1
     entry: ClassVar[str] = "reasoning_gym"
     arguments: ClassVar[str] = json.dumps(ENVIRONMENT, sort_keys=True, separators=(",", ":"))
     max_tokens: ClassVar[int] = MAX_TOKENS
