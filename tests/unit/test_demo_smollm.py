@@ -40,7 +40,7 @@ def test_a_slower_machine_gets_longer_rounds_and_never_too_few(seconds, minutes)
 
 
 def test_pace_follows_the_measurement():
-    slow, fast = (make_plan(0, 45.0).fit(seconds) for seconds in (200.0, 100.0))
+    slow, fast = (make_plan(0, 45.0).fit(seconds / smollm.ROUND_EVALUATIONS) for seconds in (160.0, 80.0))
     assert slow.block_seconds == pytest.approx(2 * fast.block_seconds, abs=0.15)
     assert slow.num_epochs < fast.num_epochs
 
