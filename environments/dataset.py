@@ -148,8 +148,11 @@ class DataSet:
         self.rows = rows
         self._is_right = REWARDS.get(reward)
         self._math = MathGrader() if reward == MATH else None
+        seen: set[str] = set()
         for number, row in enumerate(rows, start=1):
-            self._validate_gold(number, row.answer, reward)
+            if row.answer not in seen:
+                self._validate_gold(number, row.answer, reward)
+                seen.add(row.answer)
 
     def _validate_gold(self, number: int, gold: str, reward: str) -> None:
         if reward == "numeric" and (read_number(gold) is None or not _NUMBER.fullmatch(gold)):

@@ -47,7 +47,10 @@ _FORMULA = re.compile(r"\$([^$]{1,400})\$|\\\((.{1,400}?)\\\)")
 #: A number, or numbers joined by operators, in prose.
 _EXPRESSION = re.compile(r"-?\(?-?\d+(?:[,.]\d+)*(?:\s*[-+*/^()]+\s*\d+(?:[,.]\d+)*)*\)*%?")
 _NAMED = re.compile(r"\\(?:text|mathrm|mathbf|begin|end)\s*\{[^{}]*\}")
-_PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,10})?|-?\d{1,9}/[1-9]\d{0,8}")
+#: Gold answers that need no parser to be known as good ones: most of them, and parsing takes milliseconds.
+_PLAIN_NUMBER = re.compile(
+    r"-?\d{1,15}(?:\.\d{1,10})?|-?\d{1,9}/[1-9]\d{0,8}|-?\\[dt]?frac\{-?\d{1,9}\}\{[1-9]\d{0,8}\}", re.ASCII
+)
 
 
 def find_answer(text: str) -> tuple[str, bool]:
