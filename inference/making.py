@@ -109,7 +109,7 @@ class Maker:
         work.cpu["load"] += time.thread_time() - started
 
     def make_chunk(self, work: RoundWork, folder: Path, make: Callable[[list[int]], Made], group_size: int) -> None:
-        """Make the next slots and put them on disk.
+        """Make the next slots and put them on disk, unless they are the last and were quick.
 
         Raises:
             Fault: when the engine, the environment or the disk fails, or another policy is loaded.
@@ -126,8 +126,9 @@ class Maker:
             raise Fault(
                 f"the policy's hidden size is {made.hidden}, what was made of the round before has {work.hidden}"
             )
-        self._parts.add(work.assignment, self._made_by, made.groups, made.hidden)
         work.groups |= {group.slot: group for group in made.groups}
+        if work.missing or seconds >= CHUNK_SECONDS:  # else the bundle follows at once: writing twice would cost more
+            self._parts.add(work.assignment, self._made_by, made.groups, made.hidden)
         work.hidden = made.hidden
         work.made += len(slots) * group_size
         work.cpu["generation"] += made.cpu_generation_s
