@@ -107,6 +107,7 @@ async def audit_policy(
             adapter=task.spec.adapter,
             base_policy=task.spec.base_policy,
             reference=reference,
+            vocab_size=environment.vocab_size,
             device=device,
             threads=threads,
         )

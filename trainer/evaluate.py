@@ -17,7 +17,7 @@ from models.policy import load_model
 from protocol.assignment import compute_sample_key
 from protocol.codec import tagged_hash
 from protocol.ports import Environment
-from trainer.decode import generate, make_gumbel_pick
+from trainer.decode import generate_turns, make_gumbel_pick
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Evaluation:
     """Attributes:
     reward_mean: 0 to 1.
     reward_error: standard error of the mean over prompts.
-    tokens_mean: completion length.
+    tokens_mean: completion length, what the environment appended included.
     """
 
     reward_mean: float
@@ -61,9 +61,10 @@ def evaluate_policy(
     rows = [(index, number) for index in indices for number in range(num_samples)]
     seeds = {index: tagged_hash("evaluate", seed.to_bytes(8, "big"), index.to_bytes(8, "big")) for index in indices}
     keys = np.array([compute_sample_key(seeds[index], number) for index, number in rows], dtype=np.uint64)
-    completions = generate(
+    completions = generate_turns(
         model,
         [environment.prompt(index) for index, _ in rows],
+        lambda row, completion: environment.respond(rows[row][0], completion),
         max_tokens=max_tokens,
         stop_tokens=stop_tokens,
         pick=make_gumbel_pick(keys, temperature=temperature, vocab_size=environment.vocab_size),

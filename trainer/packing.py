@@ -99,16 +99,26 @@ def _pad(rows: Sequence[_Row], device: str) -> MicroBatch:
 
 
 def compute_logprobs(
-    model: PreTrainedModel, part: MicroBatch, temperature: float, *, with_entropy: bool
+    model: PreTrainedModel,
+    part: MicroBatch,
+    temperature: float,
+    *,
+    with_entropy: bool,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the next tokens at the task's temperature, [rollouts, width], and entropies if asked for.
 
     Logits are computed only from the first completion position on; what is before it is 0 and masked.
+
+    Args:
+        vocab_size: tokens that may be sampled, as for engines and scorers; all of the model's when None. A distribution over
+            more of them is not the one that rollouts were drawn from, and no ratio to their log-probabilities would be 1.
     """
     width = part.inputs.shape[1]
     logits = model(input_ids=part.inputs, use_cache=False, logits_to_keep=width - part.first).logits
-    spread = torch.log_softmax(logits.float() / temperature, dim=-1)
-    chosen = spread.gather(-1, part.targets[:, part.first :, None])[..., 0]
+    spread = torch.log_softmax(logits[..., :vocab_size].float() / temperature, dim=-1)
+    targets = part.targets[:, part.first :].clamp(max=spread.shape[-1] - 1)  # a masked one may be no token of the task
+    chosen = spread.gather(-1, targets[..., None])[..., 0]
     padded = torch.nn.functional.pad(chosen, (part.first, 0))
     if not with_entropy:
         return padded, None

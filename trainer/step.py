@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from protocol.adapter import WHOLE_POLICIES, Adapter
 from protocol.errors import Fault
@@ -91,6 +92,7 @@ class Learner:
         temperature: the task's, in logit units.
         adapter / base_policy: the task's. With an adapter only that is trained, and the folder holds one or is the base.
         reference: folder of version 0, for a KL penalty; an adapter needs none.
+        vocab_size: tokens of the task's environment; all of the model's when None.
 
     Raises:
         Fault: see `models.policy.load_model`; a damaged optimiser state is a `Fault`.
@@ -106,12 +108,14 @@ class Learner:
         adapter: Adapter = WHOLE_POLICIES,
         base_policy: bytes = b"",
         reference: Path | None = None,
+        vocab_size: int | None = None,
         device: str = "cpu",
         threads: int = 1,
     ) -> None:
         torch.set_num_threads(threads)
         self.config = config
         self.temperature = temperature
+        self._vocab_size = vocab_size
         self.device = device
         reference = reference if config.kl else None
         self._weights = open_weights(folder, adapter, base_policy, reference=reference, seed=config.seed, device=device)
@@ -211,7 +215,7 @@ class Learner:
         loss = kl = entropy = 0.0
         clipped = skipped = 0
         for part, reference in zip(minibatch.parts, minibatch.references, strict=True):
-            new, entropies = compute_logprobs(self.model, part, self.temperature, with_entropy=self.config.entropy > 0)
+            new, entropies = self._compute_logprobs(self.model, part, with_entropy=self.config.entropy > 0)
             found = compute_loss(
                 self.config,
                 new,
@@ -236,7 +240,12 @@ class Learner:
         with self._weights.reference() as model, torch.no_grad():
             if model is None:
                 return [None] * len(parts)
-            return [compute_logprobs(model, part, self.temperature, with_entropy=False)[0] for part in parts]
+            return [self._compute_logprobs(model, part, with_entropy=False)[0] for part in parts]
+
+    def _compute_logprobs(
+        self, model: PreTrainedModel, part: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return compute_logprobs(model, part, self.temperature, with_entropy=with_entropy, vocab_size=self._vocab_size)
 
 
 def _split(

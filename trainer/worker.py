@@ -85,6 +85,7 @@ class TrainerWorker:
         self._config_hash = self._config.compute_hash(spec.sampling.temperature_milli)
         self._device = device
         self._threads = threads
+        self._vocab_size = environment.vocab_size
         self._generations = Generations(directory / "generations" / task.hex()[:16])
         self._adapter, self._base_policy = spec.adapter, spec.base_policy
         self._generation: Generation | None = None
@@ -192,6 +193,7 @@ class TrainerWorker:
             adapter=self._adapter,
             base_policy=self._base_policy,
             reference=reference,
+            vocab_size=self._vocab_size,
             device=self._device,
             threads=self._threads,
         )
