@@ -15,6 +15,8 @@ right completion up to honest near-ties.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -114,7 +116,7 @@ def sample_tokens(
     found = _find_winners(logits, keys, positions, temperature, vocab_size)
     if found is None:
         return choose(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size))
-    winners, flags = found
+    _, winners, flags = found
     close = np.flatnonzero(flags & _CLOSE)
     if len(close):
         z = scores(logits[close], keys[close], positions[close], temperature=temperature, vocab_size=vocab_size)
@@ -142,13 +144,12 @@ def compute_gaps(
     found = _find_winners(logits, keys, positions, temperature, vocab_size)
     if found is None or not ((tokens >= 0) & (tokens < vocab_size)).all():
         return replay_gaps(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size), tokens)
-    winners, flags = found
+    kernel, winners, flags = found
     close, settled = np.flatnonzero(flags & _CLOSE), np.flatnonzero(flags & _CLOSE == 0)
     gaps = np.empty(len(tokens))
-    best, given = (
-        _score_tokens(logits, keys, positions, settled, chosen[settled], temperature) for chosen in (winners, tokens)
-    )
-    gaps[settled] = best - given
+    pairs = np.concatenate([winners[settled], tokens[settled]])
+    z = _score_tokens(kernel, logits, keys, positions, np.tile(settled, 2), pairs, temperature)
+    gaps[settled] = z[: len(settled)] - z[len(settled) :]
     if len(close):
         z = scores(logits[close], keys[close], positions[close], temperature=temperature, vocab_size=vocab_size)
         gaps[close] = replay_gaps(z, tokens[close])
@@ -157,6 +158,7 @@ def compute_gaps(
 
 
 def _score_tokens(
+    kernel: Any,
     logits: NDArray[np.float32],
     keys: NDArray[np.uint64],
     positions: NDArray[np.int64],
@@ -165,9 +167,8 @@ def _score_tokens(
     temperature: float,
 ) -> NDArray[np.float64]:
     """z of one token of each of `rows`, float64 [rows]: the same arithmetic as in `scores`."""
-    counter = np.zeros((len(rows), 4), dtype=np.uint32)
-    counter[:, 0], counter[:, 1] = tokens // 4, positions[rows].astype(np.uint32)
-    words = philox4x32(counter, _split(keys[rows]))[np.arange(len(rows)), tokens % 4]
+    words = np.empty(len(rows), dtype=np.uint32)
+    kernel.fill_words(dense(keys[rows], np.uint64), dense(positions[rows], np.int64), dense(tokens, np.int64), words)
     scaled: NDArray[np.float64] = logits[rows, tokens].astype(np.float64) / temperature
     return scaled + _to_gumbel(words)
 
@@ -178,8 +179,8 @@ def _find_winners(
     positions: NDArray[np.int64],
     temperature: float,
     vocab_size: int,
-) -> tuple[NDArray[np.int64], NDArray[np.uint8]] | None:
-    """Winners and flags of protocol.kernels.gumbel, or None where the array form should serve the call."""
+) -> tuple[Any, NDArray[np.int64], NDArray[np.uint8]] | None:
+    """The gumbel kernels with their winners and flags, or None where the array form should serve the call."""
     num_rows, width = logits.shape
     cost_ns = ARRAY_CALL_NS + ARRAY_SCORE_NS * num_rows * vocab_size
     kernel = kernels.get("gumbel", cost_ns=cost_ns, large=vocab_size >= LARGE_VOCAB)
@@ -198,4 +199,4 @@ def _find_winners(
         winners,
         flags,
     )
-    return winners, flags
+    return kernel, winners, flags

@@ -144,3 +144,13 @@ def find_winners(logits, bits, keys, positions, temperature, vocab_size, winners
         )
         if not lead > MARGIN:
             flags[n] |= CLOSE
+
+
+@compiled("void(uint64[::1], int64[::1], int64[::1], uint32[::1])")
+def fill_words(keys, positions, tokens, words):
+    """Noise words of single tokens: uint32 [n], written; the other arrays are [n]."""
+    block = np.empty(4, dtype=np.uint32)
+    for n in range(keys.shape[0]):
+        position, token = np.uint64(positions[n]) & _LOW, np.uint64(tokens[n])
+        _fill_words(block, keys[n] & _LOW, keys[n] >> _SHIFT, position, token // np.uint64(4), 1)
+        words[n] = block[token % np.uint64(4)]
