@@ -16,6 +16,7 @@ from pathlib import Path
 from inference.pace import Pace
 from inference.parts import Parts
 from inference.rollouts import Made
+from inference.status import Condition
 from protocol.checks import Assignment
 from protocol.errors import Fault
 from protocol.messages import Group
@@ -51,6 +52,14 @@ class RoundWork:
     def missing(self) -> list[int]:
         """Slots that are still to be made, ascending."""
         return [slot for slot in range(self.assignment.quota) if slot not in self.groups]
+
+    def describe(self) -> Condition:
+        """How far the round is."""
+        done, quota = len(self.groups), self.assignment.quota
+        text = f"{done} of {quota} groups made" if done < quota else f"checking and writing {quota} groups"
+        if self.resumed:
+            text += f", {self.resumed} of them before a restart"
+        return Condition("working", text, "the round is made", self.assignment.round_index)
 
     def collect(self) -> Made:
         """All groups in slot order."""

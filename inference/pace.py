@@ -33,6 +33,13 @@ class Pace:
         """Blocks that pass while one rollout is made, 0 before the first."""
         return self._blocks_per_rollout or 0.0
 
+    def describe(self) -> dict[str, float]:
+        """For the status file."""
+        return {
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "blocks_per_rollout": round(self.blocks_per_rollout, 4),
+        }
+
     def add_generation(self, rollouts: int, tokens: int, seconds: float) -> None:
         """Note what one call of the engine gave."""
         self.tokens_per_s = _mix(self.tokens_per_s, tokens / max(seconds, 1e-9))

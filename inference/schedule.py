@@ -129,3 +129,25 @@ def describe_waiting(
     if absent:
         return Condition("fetching", absent, f"it arrives, or {closes}", round_index)
     return Condition("working", f"round {round_index} is next, {attempts}", f"it is made, or {closes}", round_index)
+
+
+def describe_late(
+    ledger: Ledger, task: Task, round_index: int, needed: int, missing: Callable[[Task, Assignment], str]
+) -> str:
+    """Why a round cannot be finished in time.
+
+    Args:
+        needed: blocks of work that are predicted.
+        missing: why a policy is not here, empty when it is.
+    """
+    deadline, block = get_times(task, round_index).commit_deadline, ledger.state.block_number
+    try:
+        absent = missing(task, get_own_assignment(ledger, task, round_index))
+    except (Ignore, Reject) as error:
+        return str(error)
+    if absent:
+        return f"{absent}; was not here by block {block}, commitments close at block {deadline}"
+    return (
+        f"no time left: observed block {block} and {needed} blocks of work, limit block {deadline}; "
+        "declare fewer slots or use a faster machine if this goes on"
+    )

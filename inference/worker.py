@@ -25,6 +25,7 @@ from inference.making import CHUNK_ROLLOUTS_MIN, Maker, RoundWork
 from inference.prefetch import Prefetch
 from inference.rollouts import Made, make_bundle, make_groups, seal_bundle, validate_own
 from inference.schedule import (
+    describe_late,
     describe_membership,
     describe_rest,
     describe_round,
@@ -209,7 +210,7 @@ class NodeWorker:
             return False
         deadline = get_times(task, round_index).commit_deadline
         if state.block_number + 1 > deadline:
-            self._skip(round_index, self._late_text(task, round_index, 0))
+            self._skip(round_index, describe_late(self._ledger, task, round_index, 0, self._missing_text))
             return False
         held = self._hold()
         if held:
@@ -230,7 +231,7 @@ class NodeWorker:
         needed = self._maker.pace.predict_blocks(len(work.missing) * task.spec.group_size)
         if state.block_number + needed + 1 > deadline:
             self._maker.pace.relax()
-            self._skip(round_index, self._late_text(task, round_index, needed))
+            self._skip(round_index, describe_late(self._ledger, task, round_index, needed, self._missing_text))
             return False
         await self._attempt(task, journal, work, folder)
         return True
@@ -248,20 +249,6 @@ class NodeWorker:
         except Reject as error:
             self._skip(round_index, f"own check refused the work, nothing was committed: {error}")
 
-    def _late_text(self, task: Task, round_index: int, needed: int) -> str:
-        """Why a round cannot be finished in time."""
-        deadline, block = get_times(task, round_index).commit_deadline, self._ledger.state.block_number
-        try:
-            missing = self._missing_text(task, get_own_assignment(self._ledger, task, round_index))
-        except (Ignore, Reject) as error:
-            return str(error)
-        if missing:
-            return f"{missing}; was not here by block {block}, commitments close at block {deadline}"
-        return (
-            f"no time left: observed block {block} and {needed} blocks of work, limit block {deadline}; "
-            "declare fewer slots or use a faster machine if this goes on"
-        )
-
     async def _make(self, task: Task, journal: Journal, work: RoundWork, folder: Path) -> None:
         """Generate what is missing, check, make durable, commit.
 
@@ -272,13 +259,13 @@ class NodeWorker:
         assignment, size = work.assignment, task.spec.group_size
         index, deadline = assignment.round_index, get_times(task, assignment.round_index).commit_deadline
         while work.missing:
-            self._say_working(work)
+            self._say(work.describe())
             await asyncio.to_thread(self._make_next, task.spec, work, folder)
             await self._ledger.poll()
             needed = self._maker.predict_left(work, self._ledger.state.block_number, size)
             if not self._may_commit(journal, index, deadline - needed):
                 return
-        self._say_working(work)
+        self._say(work.describe())
         record, fields = await asyncio.to_thread(self._make_record, task, journal, work)
         self._events("round_made", fields)
         await self._ledger.poll()
@@ -345,22 +332,8 @@ class NodeWorker:
     # Status
 
     def _say(self, condition: Condition) -> None:
-        pace = self._maker.pace
-        self._status.set(
-            condition,
-            account="0x" + self._ledger.account.hex(),
-            task=self._task_id.hex(),
-            block=self._ledger.state.block_number,
-            tokens_per_s=round(pace.tokens_per_s, 1),
-            blocks_per_rollout=round(pace.blocks_per_rollout, 4),
-        )
-
-    def _say_working(self, work: RoundWork) -> None:
-        done, quota = len(work.groups), work.assignment.quota
-        text = f"{done} of {quota} groups made" if done < quota else f"checking and writing {quota} groups"
-        if work.resumed:
-            text += f", {work.resumed} of them before a restart"
-        self._say(Condition("working", text, "the round is made", work.assignment.round_index))
+        facts = {"account": "0x" + self._ledger.account.hex(), "task": self._task_id.hex()}
+        self._status.set(condition, block=self._ledger.state.block_number, **facts, **self._maker.pace.describe())
 
     def _describe(self, task: Task, journal: Journal) -> Condition:
         """What is true at the end of a step."""
