@@ -204,13 +204,24 @@ class MeshPolicies:
             silence_s_max = get_silence_s_max(manifest)
             await self._peer.fetch(manifest, first + others, timeout_s=silence_s_max, historic=historic)
         target = self._root / f"{task_id.hex()[:12]}-{version:06d}-{manifest.root.hex()[:12]}"
-        folder = await asyncio.to_thread(self._store.assemble, manifest, target, links=LINKS)
+        folder = await asyncio.to_thread(self._assemble, manifest, target)
         if base is not None:
             await asyncio.to_thread(link_base, folder, base)
             await asyncio.to_thread(validate_content, task.spec, folder)
         self._events("policy", {"version": version, "policy": manifest.root})
         await self._collect(task_id, version)
         return folder
+
+    def _assemble(self, manifest: Manifest, target: Path) -> Path:
+        """The policy's folder; one that is there but is not what it should be is made again from verified shards."""
+        try:
+            return self._store.assemble(manifest, target, links=LINKS)
+        except Fault as error:
+            if target.is_symlink() or not target.is_dir():
+                raise
+            log.warning("%s", error)
+            shutil.rmtree(target, ignore_errors=True)
+        return self._store.assemble(manifest, target, links=LINKS)
 
     async def publish(self, task: bytes, version: int, parent: int, folder: Path) -> tuple[bytes, bytes]:
         """See `PolicyStore.publish`. Publishing the same folder again gives the same hashes."""
