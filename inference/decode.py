@@ -22,6 +22,7 @@ from inference.draw import Draw
 from inference.forward import Forward, States
 from inference.kv_pool import Feed, KvPool
 from inference.memory import FORWARD_TOKENS_MAX
+from protocol.errors import Fault
 from protocol.ports import Generation, SampleRequest
 
 #: Steps whose states are kept as they are before they are narrowed together.
@@ -50,6 +51,7 @@ class Decoder:
         draw: samples.
         max_tokens: longest completion.
         stop_tokens: ids that end a turn.
+        vocab_size: ids that the policy knows; an answer may hold no other.
         capture: whether hidden states are kept.
     """
 
@@ -62,10 +64,11 @@ class Decoder:
         *,
         max_tokens: int,
         stop_tokens: Sequence[int],
+        vocab_size: int,
         capture: bool,
     ) -> None:
         self._forward, self._pool, self._requests, self._draw = forward, pool, requests, draw
-        self._max_tokens, self._capture = max_tokens, capture
+        self._max_tokens, self._vocab_size, self._capture = max_tokens, vocab_size, capture
         self._stops = frozenset(stop_tokens)
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].prompt))
         self._queue = deque(order)
@@ -228,11 +231,15 @@ class Decoder:
         return np.array(going), self._feed_all(going, pieces)
 
     def _ask(self, slot: int) -> tuple[int, ...]:
-        """What the environment appends behind a row's stop token, empty when the completion is over."""
+        """What the environment appends behind a row's stop token, empty when the completion is over. Raises `Fault`."""
         respond, count = self._requests[int(self._owner[slot])].respond, int(self._counts[slot])
         if respond is None or count == self._max_tokens:
             return ()
         answer = respond(tuple(self._tokens[slot, :count].tolist()))
+        if any(not 0 <= token < self._vocab_size for token in answer):
+            raise Fault(
+                f"environment answered with {answer[:16]}, the policy's ids go from 0 to {self._vocab_size - 1}"
+            )
         return answer if count + len(answer) < self._max_tokens else ()
 
     def _finish(self, slot: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from inference.decode import Decoder
-from inference.draw import PlainDraw, ReplayableDraw
+from inference.draw import Draw, PlainDraw, ReplayableDraw
 from inference.forward import Forward, ModuleForward
 from inference.kv_pool import Feed, KvPool
 from inference.llama import LlamaForward
@@ -145,28 +145,41 @@ class TorchEngine:
         for members in self._split(requests, max_tokens):
             batch = [requests[i] for i in members]
             try:
-                with torch.inference_mode():
-                    pool = self._make_pool(policy, batch, max_tokens)
-                    decoder = Decoder(
-                        policy.forward,
-                        pool,
-                        batch,
-                        ReplayableDraw(temperature, self._vocab_size, pool.num_rows)
-                        if self._replayable
-                        else PlainDraw(temperature, self._vocab_size),
-                        max_tokens=max_tokens,
-                        stop_tokens=stop_tokens,
-                        capture=self._replayable,
-                    )
-                    made = decoder.run()
+                made = self._run(policy, batch, temperature, max_tokens, stop_tokens)
             except RuntimeError as error:  # torch's own: out of memory, a device that went away
                 raise Fault(f"generation of {len(batch)} rollouts failed: {error}") from error
             for i, generation in zip(members, made, strict=True):
                 results[i] = generation
         return [result for result in results if result is not None]
 
+    def _run(
+        self,
+        policy: _Policy,
+        batch: Sequence[SampleRequest],
+        temperature: float,
+        max_tokens: int,
+        stop_tokens: Sequence[int],
+    ) -> list[Generation]:
+        """Complete the requests of one pool, which is gone afterwards: two would exceed the budget."""
+        with torch.inference_mode():
+            pool = self._make_pool(policy, batch, max_tokens)
+            draw: Draw = PlainDraw(temperature, self._vocab_size)
+            if self._replayable:
+                draw = ReplayableDraw(temperature, self._vocab_size, pool.num_rows)
+            decoder = Decoder(
+                policy.forward,
+                pool,
+                batch,
+                draw,
+                max_tokens=max_tokens,
+                stop_tokens=stop_tokens,
+                vocab_size=_count_ids(policy.model),
+                capture=self._replayable,
+            )
+            return decoder.run()
+
     def _validate(self, policy: _Policy, requests: Sequence[SampleRequest], max_tokens: int) -> None:
-        vocab = policy.model.get_input_embeddings().weight.shape[0]
+        vocab = _count_ids(policy.model)
         for prompt in {request.prompt for request in requests}:
             if not prompt:
                 raise Fault("a prompt is empty: there is no state to sample a first token from")
@@ -210,6 +223,11 @@ class TorchEngine:
         return KvPool(rows, width, self._device)
 
 
+def _count_ids(model: Any) -> int:
+    """Token ids that a model has an embedding for: 0 to this number - 1."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 def _read_free(device: str) -> int | None:
     """Free memory of a device in bytes, None where it is not known."""
     kind = torch.device(device).type
@@ -224,7 +242,7 @@ def _make_forward(model: Any, device: str) -> Forward:
     short = LlamaForward.of(model)
     if short is None:
         return own
-    vocab = model.get_input_embeddings().weight.shape[0]
+    vocab = _count_ids(model)
     tokens = (np.arange(2 * _PROBE_TOKENS).reshape(2, -1) * 7919 + 3) % vocab
     rows = np.arange(2)
     feeds = [

@@ -222,3 +222,9 @@ def test_a_failing_environment_is_not_swallowed(engines):
 
     with pytest.raises(Fault, match="tool server is down"):
         generate(engines(4096), [SampleRequest((3, 4), 1, respond)], stop_tokens=tuple(range(VOCAB)))
+
+
+@pytest.mark.parametrize("answered", [(3, VOCAB), (-1,)])
+def test_answers_of_unknown_ids_are_a_fault(engines, answered):
+    with pytest.raises(Fault, match="the policy's ids go from 0 to 31"):
+        generate(engines(4096), [SampleRequest((3, 4), 1, lambda _: answered)], stop_tokens=tuple(range(VOCAB)))

@@ -131,6 +131,30 @@ def test_nothing_outlives_its_use(folders, monkeypatch, forward):
         gc.enable()
 
 
+def test_no_two_pools_are_held_at_once(folders, monkeypatch):
+    """Requests of very mixed lengths take several pools under a short budget, one after the other."""
+    alive = weakref.WeakSet()
+    most = []
+
+    class Watched(KvPool):
+        def __init__(self, *size):
+            super().__init__(*size)
+            alive.add(self)
+            most.append(len(alive))
+
+    engine = TorchEngine(batch_tokens_max=120)
+    engine.load(folders[0])
+    monkeypatch.setattr("inference.engine.KvPool", Watched)
+    requests = [SampleRequest(tuple(range(2, 2 + n)) * (1 + n // 20), key) for n in (2, 3, 8, 29) for key in range(9)]
+    gc.disable()
+    try:
+        assert len(engine.generate(requests, **OPTIONS)) == len(requests)
+    finally:
+        gc.enable()
+    assert len(most) > 1
+    assert set(most) == {1}
+
+
 def _anonymous_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
