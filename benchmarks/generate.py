@@ -95,17 +95,23 @@ def run_here(engines: list[str], cases: list[Case], repeats: int) -> list[dict[s
             prompt_tokens = MIXED_TOKENS if case.mixed else PROMPT_TOKENS
             workload = make_workload(SIZES[case.size], case.batch, prompt_tokens, COMPLETION_TOKENS)
             results.append(measure(contenders, workload, repeats))
-            print(f"{index + 1}/{len(cases)} {case} {', '.join(engines)}", file=sys.stderr)
+            print(f"{index + 1}/{len(cases)} {json.dumps(summarise(case, results[-1]))}", file=sys.stderr)
     return results
 
 
 def run_there(python: str, engines: list[str], options: argparse.Namespace) -> list[dict[str, list[float]]]:
-    """The same in a process of another interpreter."""
-    command = [python, __file__, "--raw", "--engines", ",".join(engines), "--repeats", str(options.repeats)]
-    command += ["--sizes", ",".join(options.sizes), "--batches", ",".join(options.batches)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VLLM_TIMEOUT_S, check=True)
-    result: list[dict[str, list[float]]] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    """The same in processes of another interpreter, one for each size: a process runs one vLLM of ours.
+
+    Raises:
+        subprocess.CalledProcessError: when one of them fails.
+    """
+    results: list[dict[str, list[float]]] = []
+    for size in options.sizes:
+        command = [python, __file__, "--raw", "--engines", ",".join(engines), "--repeats", str(options.repeats)]
+        command += ["--sizes", size, "--batches", ",".join(options.batches)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VLLM_TIMEOUT_S, check=True)
+        results += json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def _median_ratio(over: list[float], under: list[float]) -> float:
@@ -201,8 +207,11 @@ def main() -> None:
         theirs = []
     costs = run_here(here, cases, options.repeats) if here else [{} for _ in cases]
     if theirs:
-        others = run_there(options.vllm_python, theirs, options)
-        costs = [{**one, **other} for one, other in zip(costs, others, strict=True)]
+        try:
+            others = run_there(options.vllm_python, theirs, options)
+            costs = [{**one, **other} for one, other in zip(costs, others, strict=True)]
+        except subprocess.SubprocessError as error:  # what was measured here is worth printing all the same
+            left_out = dict.fromkeys(theirs, f"{error}; its messages are on stderr")
     summaries = [summarise(case, one) for case, one in zip(cases, costs, strict=True)]
     result = {
         "threads": 1,
