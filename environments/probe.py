@@ -121,7 +121,7 @@ class Watch:
         kind, plain = type(os.environ), type(os.environ).__getitem__
 
         def look(variables: Any, name: str) -> str:
-            if self.active and isinstance(name, str):
+            if self.active and isinstance(name, str) and not name.startswith("PYTHON"):  # those are the interpreter's
                 self._note(f"variable: {name}")
             return str(plain(variables, name))
 
