@@ -100,7 +100,8 @@ async def node_selftest(
     else:
         target = await _fetch_target(settings, policy)
     compute = settings.compute
-    environment = environments.load(target.spec.environment, [folder for folder in target.folders if folder.is_dir()])
+    folders = [*target.folders, *(Path(folder) for folder in settings.environment_folders)]
+    environment = environments.load(target.spec.environment, [folder for folder in folders if folder.is_dir()])
     dtype = verifier_dtype or selftest.get_profile_dtype(target.spec.profile)
     result = selftest.run_selftest(
         target.spec,

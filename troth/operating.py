@@ -139,15 +139,23 @@ class Operator:
         except Fault as error:
             self.fault("ledger", str(error))
 
-    def no_worker(self, refused: int) -> None:
-        """There is no task to serve."""
+    def no_worker(self, refused: int, waiting: int = 0) -> None:
+        """There is no task to serve.
+
+        Args:
+            refused / waiting: open tasks that this node refuses, and whose files cannot be had at present.
+        """
         wanted, held = self._settings.task, self.hold()
         if held:
             text = held
         elif wanted:
             text = f"task {wanted} is not on the ledger (yet)"
         else:
-            text = "no open task on the ledger" + (f" that can be served, {refused} refused" if refused else "")
+            text = "no open task on the ledger"
+            if refused or waiting:
+                text += (
+                    f" can be served: {refused} refused, {waiting} whose files cannot be had at present (events.jsonl)"
+                )
         self.status.set(Condition("waiting_task", text, "a task is published that this node can serve"))
 
     def fault(self, what: str, text: str) -> None:

@@ -200,7 +200,8 @@ class _Chooser:
             print(f"{self._role.name.lower()}: serving task {task.task.hex()[:12]}", file=sys.stderr)
             break
         if self._worker is None and self._context.operator is not None:
-            self._context.operator.no_worker(len(self._refused))
+            waiting = sum(self._environments.is_waiting(task) for task in tasks.values())
+            self._context.operator.no_worker(len(self._refused), waiting)
         return self._worker
 
     def _find_environment(self, task: Task) -> Environment | None:
