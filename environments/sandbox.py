@@ -192,6 +192,7 @@ class Sandbox:
             stderr=subprocess.DEVNULL,
             env={"PYTHONHASHSEED": "0"},
             cwd="/",
+            start_new_session=True,  # an interrupt from the terminal is for the role to handle
         )
         self._owner = os.getpid()
         self._stop = weakref.finalize(self, _kill, self._process)
