@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from models.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
+from models.policy import load_model
 from protocol.adapter import Adapter
 from protocol.errors import ConfigError, Fault
 from protocol.identity import NetworkKey
 from shardcast.folder import build_manifest, hash_folder
 from shardcast.manifest import manifest_domain
+from shardcast.store import ShardStore
 from tests.support.adapters import TERMS, make_adapter
 from tests.support.scenario import make_model, make_spec
 from troth.forms import measure_adapter, require_form, require_small
-from troth.network import SILENCE_S_MAX, get_silence_s_max, verify_policy
+from troth.network import POLICIES_KEPT, SILENCE_S_MAX, MeshPolicies, get_silence_s_max, verify_policy
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +153,25 @@ def test_larger_shards_may_take_longer(base):
     small = get_silence_s_max(build_manifest(base, key, domain, version=0, shard_size=1024))
     large = get_silence_s_max(build_manifest(base, key, domain, version=0, shard_size=1 << 20))
     assert SILENCE_S_MAX < small < large
+
+
+def test_collecting_old_adapters_leaves_the_base_and_what_is_in_use(base, tmp_path):
+    """Folders of adapters go, links and all; the base they point to stays, whichever version was asked for last."""
+    task, newest = bytes(32), 3 * POLICIES_KEPT
+    ledger = SimpleNamespace(state=SimpleNamespace(tasks={task: SimpleNamespace(policies=range(newest + 1))}))
+    with ShardStore(tmp_path / "store") as store:
+        policies = MeshPolicies(None, store, None, ledger, tmp_path / "policies", None, lambda kind, fields: None)
+        kept_base = shutil.copytree(base, tmp_path / "policies" / "base")
+        policies._ready = {(task, 0): kept_base}
+        for version in range(1, newest + 1):
+            policies._ready[task, version] = make_adapter(tmp_path / "policies" / str(version), kept_base, version)
+        asyncio.run(policies._collect(task, newest))
+        left = {version for _, version in policies._ready}
+        assert left == {0, *range(newest - POLICIES_KEPT, newest + 1)}
+        # An auditor asks for an old version: nodes of the same process keep the newest.
+        policies._ready[task, 2] = make_adapter(tmp_path / "policies" / "again", kept_base, 2)
+        asyncio.run(policies._collect(task, 2))
+        assert {version for _, version in policies._ready} == {*left, 2}
+    assert all(path.is_dir() for path in policies._ready.values())
+    assert not (tmp_path / "policies" / "5").exists()
+    load_model(policies._ready[task, newest])
