@@ -10,6 +10,7 @@ from protocol.codec import PROTOCOL_VERSION
 from protocol.errors import ConfigError
 from protocol.ledger import calls, events
 from protocol.messages import NodeRecord, make_domain, seal
+from protocol.ports import IntentStatus
 from protocol.rounds import get_times
 from tests.support.node_kit import Node, run
 from tests.support.scenario import Scenario, make_account, make_key, make_model, make_spec
@@ -185,3 +186,25 @@ def test_one_process_per_directory(tmp_path):
     assert not is_running(tmp_path)
     DirectoryLock(tmp_path).close()
     assert not is_running(tmp_path / "nowhere")
+
+
+def test_one_refused_call_with_an_equal_root_is_no_proof_and_two_are(world):
+    """A ledger node that lost our transaction makes the outbox send it again, and the contract refuses the second."""
+
+    async def scenario():
+        node = Node(world)
+
+        def forget(index):
+            name = f"commit/{world.task_id.hex()}/{index}"
+            node.ledger.intents[name] = IntentStatus("reverted", world.chain.block_number, "AlreadyCommitted()")
+
+        await node.run_until(get_times(world.task, 0).start + 3)
+        forget(0)
+        await node.run_until(get_times(world.task, 1).start + 3)
+        assert signed(node) == {0, 1}
+        assert node.status["state"] == "committed"
+        forget(1)
+        await node.step()
+        assert node.status["state"] == "refused"
+
+    run(scenario())
