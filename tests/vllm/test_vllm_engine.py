@@ -167,10 +167,11 @@ def answer(completion):
 STOPS = (1, 2, 3, 4)
 
 
-def test_an_environment_that_answers(on_demo, demo):
+def test_an_environment_that_answers(on_demo, torch_on_demo, demo):
     """The environment's tokens are taken in, not sampled; noise positions go on behind them."""
     requests = make_requests(10, [6, 20] * 16, vocab=32, respond=answer)
     made = run(on_demo, requests, stop_tokens=STOPS, max_tokens=60)
+    require_same(made, run(torch_on_demo, requests, stop_tokens=STOPS, max_tokens=60))
     sampled = []
     for one in made:
         here, position = [], 0
