@@ -111,11 +111,9 @@ class TwinGuard:
                     "another machine"
                 )
                 return
-        record = find_foreign_record(self._ledger)
-        if record is not None and record.sequence > self._record_sequence:
-            self._refuse(
-                f"node record {record.sequence} ({record.endpoint or 'dials out'}) was sent by another machine"
-            )
+        found = find_foreign_record(self._ledger)
+        if found is not None and found.sequence > self._record_sequence:
+            self._refuse(f"node record {found.sequence} ({found.endpoint or 'dials out'}) was sent by another machine")
 
     def _refuse(self, seen: str) -> None:
         self.refusal = (
