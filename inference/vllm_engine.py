@@ -33,7 +33,8 @@ log = logging.getLogger("troth.inference")
 #: Tokens of the prompt whose log-probabilities are compared.
 PROBE_TOKENS = 16
 #: Largest difference of a log-probability between vLLM and a torch prefill. Measured at 135M parameters: 2e-4 in float32,
-#: 0.34 in bfloat16, so in float32 it finds a stale policy, in 16 bits only a wrong one; there the exact comparison of tensors does.
+#: 0.34 in bfloat16. So in float32 it finds a stale policy, in 16 bits only a wrong one; there the comparison of tensors, which
+#: is exact, finds it.
 PROBE_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 PROBE_TOLERANCE_16_BIT = 0.5
 
