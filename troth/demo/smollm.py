@@ -19,8 +19,8 @@ from troth.demo.plan import STAKE, Plan
 from troth.smollm import TOKENIZER_SHA256
 
 GROUP_SIZE = 8
-GROUPS_PER_ROUND = 12
-SLOTS = 6
+GROUPS_PER_ROUND = 8
+SLOTS = 4
 MAX_TOKENS = 6
 #: "\n" in the model's vocabulary: an answer is one line.
 STOP_TOKEN = 198
@@ -29,18 +29,18 @@ RANK, MODULES = 8, ("q_proj", "v_proj")
 
 EPOCH_ROUNDS = 4
 ROUND_BLOCKS = 30
-START_BLOCKS = 24
+START_BLOCKS = 30
 #: Blocks of a round from its start to its verdict, and of the last settlement, with claims.
 SETTLE_BLOCKS = 70
 #: One round is this many times the work of the evaluation that is measured, shared by two cores.
-ROUND_EVALUATIONS = 1.5
+ROUND_EVALUATIONS = 1.2
 ROUND_SECONDS_MIN, ROUND_SECONDS_MAX = 45.0, 240.0
 EPOCHS_MIN, EPOCHS_MAX = 2, 6
 #: Rounds from which on the reward has to have grown.
 ROUNDS_DEFAULT = 12
 MINUTES_DEFAULT = 45.0
 #: Participants with a model in memory, and what each was seen to need.
-MEMORY_GB = 1.6
+MEMORY_GB = 1.5
 
 ENVIRONMENT: dict[str, Any] = {
     "config": {"max_digits": 2, "max_terms": 2, "min_digits": 1, "min_terms": 2},
@@ -112,9 +112,9 @@ class SmollmPlan(Plan):
         return ["--base", str(base)]
 
     def trainer_table(self) -> str:
-        """See `Plan`. One optimiser step per pass over all groups of a round."""
+        """See `Plan`. One optimiser step on all groups of a round."""
         return (
-            f"learning_rate = 1e-3\nwarmup_steps = 2\ntotal_steps = {self.num_rounds}\nepochs = 2\n"
+            f"learning_rate = 1e-3\nwarmup_steps = 2\ntotal_steps = {self.num_rounds}\nepochs = 1\n"
             f"minibatch_groups = 0\ngroups_min = {GROUPS_PER_ROUND}"
         )
 
