@@ -39,7 +39,8 @@ def run(steps: int, groups: int, group_size: int, seed: int) -> dict[str, Any]:
     """Train for `steps` steps of `groups` x `group_size` rollouts.
 
     Returns:
-        cpu_seconds, rollouts, reward_first and reward_last (means over all prompts, 8 samples each), reward_halving (what halving is worth), rewards (training mean of every step).
+        cpu_seconds, rollouts, reward_first and reward_last (means over all prompts, 8 samples each), reward_halving (what
+        halving is worth), rewards (training mean of every step).
     """
     torch.set_num_threads(1)
     environment = GuessEnvironment()
