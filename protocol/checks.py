@@ -346,7 +346,9 @@ def _replay_failures(
         failures.append(
             Reject(
                 Reason.REPLAY,
-                "a token is not the one that sampling gives at slot {}, sample {}, sampled token {}".format(*worst_where),
+                "a token is not the one that sampling gives at slot {}, sample {}, sampled token {}".format(
+                    *worst_where
+                ),
                 observed=f"score gap {worst:.6f}",
                 limit=f"{tolerance:.6f} logit/T",
                 todo="sample with the assigned key at the task's temperature, and change nothing afterwards",
