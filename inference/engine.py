@@ -190,7 +190,7 @@ class TorchEngine:
             if len(prompt) + max_tokens > self._batch_tokens_max:
                 raise Fault(
                     f"a prompt of {len(prompt)} tokens with up to {max_tokens} more needs {len(prompt) + max_tokens} tokens "
-                    f"of the batch, limit {self._batch_tokens_max}: raise batch_tokens_max"
+                    f"of the batch, limit {self._batch_tokens_max}: raise compute.batch_tokens_max"
                 )
 
     def _split(self, requests: Sequence[SampleRequest], max_tokens: int) -> list[list[int]]:
@@ -218,7 +218,7 @@ class TorchEngine:
             need.kv_bytes + need.activations_bytes,
             _read_free(self._device),
             f"generation with {rows} rows of {width} tokens",
-            "lower batch_tokens_max, or free memory",
+            "lower compute.batch_tokens_max, or free memory",
         )
         return KvPool(rows, width, self._device)
 

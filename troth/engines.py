@@ -40,4 +40,10 @@ def make_engine(compute: ComputeSettings, vocab_size: int | None) -> Engine:
         return VllmEngine(compute.device, compute.dtype, compute.threads, vocab_size=vocab_size, options=options)
     from inference.engine import TorchEngine
 
-    return TorchEngine(compute.device, compute.dtype, compute.threads, vocab_size=vocab_size)
+    return TorchEngine(
+        compute.device,
+        compute.dtype,
+        compute.threads,
+        vocab_size=vocab_size,
+        batch_tokens_max=compute.batch_tokens_max,
+    )

@@ -56,11 +56,15 @@ class VllmSettings(Section):
 
 
 class ComputeSettings(Section):
-    """What the model runs on. `engine` is what a node generates with; verifiers and trainers always use torch."""
+    """What the model runs on. `engine` is what a node generates with; verifiers and trainers always use torch.
+
+    `batch_tokens_max` is the torch engine's budget: prompt and completion tokens whose keys and values are held at once.
+    """
 
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = Field(1, ge=1, le=256)
+    batch_tokens_max: int = Field(65_536, ge=16, le=1 << 24)
     engine: Literal["torch", "vllm"] = "torch"
     vllm: VllmSettings = VllmSettings()
 

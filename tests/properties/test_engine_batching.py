@@ -203,7 +203,7 @@ def test_completions_of_one_token_do_not_crash(engines, reference, stops):
 
 def test_a_request_that_alone_exceeds_the_budget_is_a_fault(engines):
     with pytest.raises(
-        Fault, match=r"prompt of 30 tokens with up to 12 more needs 42 .* limit 41: raise batch_tokens_max"
+        Fault, match=r"prompt of 30 tokens with up to 12 more needs 42 .* limit 41: raise compute.batch_tokens_max"
     ):
         generate(engines(41), make_requests(6, (3, 30), 1))
     assert len(generate(engines(42), make_requests(6, (3, 30), 1))) == 2

@@ -69,7 +69,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_allocated(folders, monk
     set_free(monkeypatch, need.kv_bytes + need.activations_bytes - 1)
     monkeypatch.setattr("inference.engine.KvPool", lambda *a: pytest.fail("allocated although it cannot fit"))
     with pytest.raises(
-        Fault, match=r"generation with 4 rows of 9 tokens needs .* MiB are free: lower batch_tokens_max"
+        Fault, match=r"generation with 4 rows of 9 tokens needs .* MiB are free: lower compute.batch_tokens_max"
     ):
         generate(engine)
     monkeypatch.undo()
