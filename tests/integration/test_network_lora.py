@@ -8,7 +8,10 @@ one before; both must be rejected as soon as it makes a difference.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,16 +20,17 @@ from environments.sort import SortEnvironment
 from inference.worker import NodeWorker
 from models.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, read_adapter_config
 from protocol.adapter import Adapter
+from protocol.errors import Fault
 from protocol.rounds import get_end_round, get_outcomes, get_round_policy
 from protocol.verdict import Status
 from shardcast.folder import hash_folder
-from tests.support.network import start_network
+from tests.support.network import PASSWORD, start_network
 from tests.support.trainer_kit import make_scorer
 from trainer.audit import audit_policy
+from trainer.checkpoint import Generations
 from trainer.config import TrainerConfig
 from trainer.warmup import make_base_policy
 from troth.cheats import CHEATS
-from troth.commands import policy_describe, task_publish
 from troth.network import LINKS, Reader
 from troth.roles import run_role
 from troth.settings import TrainerSettings
@@ -55,14 +59,15 @@ deposit = 1_000_000_000
 start_delay_blocks = 40
 round_blocks = 12
 epoch_rounds = 16
-num_epochs = 1
-commit_blocks = 14
-receipt_blocks = 8
-verdict_commit_blocks = 16
-verdict_reveal_blocks = 8
+num_epochs = 6
+commit_blocks = 20
+receipt_blocks = 10
+verdict_commit_blocks = 20
+verdict_reveal_blocks = 10
 timeout_blocks = 40
 [economics]
-probation_groups = 1000
+audit_ppm = 500_000
+probation_groups = 0
 """
 
 
@@ -78,10 +83,10 @@ class BaseOnly(NodeWorker):
 
 
 class AdapterBefore(NodeWorker):
-    """Generates with the adapter before the round's."""
+    """Generates with the adapter before the round's, once there is one."""
 
     def _policy_folder(self, task, assignment):
-        version = max(0, assignment.policy_version - 1)
+        version = assignment.policy_version - (assignment.policy_version > 1)
         self._prefetch.want(task, version)
         return self._prefetch.get(version)
 
@@ -122,28 +127,45 @@ def find_outcomes(network, name: str) -> dict[int, list[Status]]:
     return found
 
 
+async def run_command(network, name: str, *arguments: object) -> tuple[str, str]:
+    """`troth` as a process, with the directory of `name`; stdout and stderr."""
+    settings = network.settings(name)
+    words = [*map(str, arguments), "--directory", settings.directory, "--ledger.rpc", network.server.url]
+    environment = {**os.environ, "TROTH_PASSWORD": PASSWORD, "OMP_NUM_THREADS": "1"}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "troth", *words, stdout=pipe, stderr=pipe, env=environment
+    )
+    out, err = (data.decode() for data in await process.communicate())
+    assert process.returncode == 0, err
+    return out, err
+
+
 async def publish(network, base: Path) -> None:
-    settings = network.settings("initiator")
-    described = await policy_describe(network.settings("trainer"), base, TERMS)
-    terms = described.pop("adapter")
-    head = [f'{name} = "{described[name]}"' for name in ("base_policy", "base_manifest", "trainer")]
-    head.append(f"adapter = {{ rank = {terms['rank']}, alpha = {terms['alpha']}, modules = {terms['modules']} }}")
+    """What an initiator types."""
+    terms = ["--rank", TERMS.rank, "--modules", ",".join(reversed(TERMS.modules))]
+    described, said = await run_command(network, "trainer", "policy", "describe", base, *terms)
+    assert "% of the base's" in said
     file = network.directory / "task.toml"
-    file.write_text("\n".join(head) + TASK)
-    shown = await task_publish(settings, file, yes=True, base=base)
-    assert shown["adapter"]["rank"] == TERMS.rank
-    network.task_id = bytes.fromhex(shown["task"])
+    file.write_text(described + TASK)
+    shown, _ = await run_command(network, "initiator", "task", "publish", file, "--base", base, "--yes", "--json")
+    published = json.loads(shown)
+    assert published["adapter"] == {"rank": TERMS.rank, "alpha": TERMS.alpha, "modules": list(TERMS.modules)}
+    network.task_id = bytes.fromhex(published["task"])
     await network.until(lambda: network.task_id in network.ledger.state.tasks)
 
 
-async def audit_newest(network, scratch: Path):
-    """Re-run the newest recorded step whose parent generation the (stopped) trainer still has."""
-    network.roles["trainer"].cancel()
-    await asyncio.gather(network.roles.pop("trainer"), return_exceptions=True)
-    await network.ledger.poll()
-    generations = network.directory / "trainer" / "generations" / network.task_id.hex()[:16]
-    kept = {int(path.name) for path in generations.glob("*[0-9]")}
-    version = max(v for v in range(1, len(network.task.policies)) if v - 1 in kept)
+def keep_optimizers(network, kept: dict[int, bytes]) -> None:
+    """Copy the optimiser states that an auditor would ask the trainer for: it has only the newest two itself."""
+    generations = Generations(network.directory / "trainer" / "generations" / network.task_id.hex()[:16])
+    for version in set(generations.list_versions()) - kept.keys():
+        with contextlib.suppress(Fault):  # it was replaced meanwhile
+            kept[version] = generations.load(version).read_optimizer()
+
+
+async def audit_newest(network, optimizers: dict[int, bytes], scratch: Path):
+    """Re-run the newest recorded step."""
+    version = max(v for v in range(1, len(network.task.policies)) if v - 1 in optimizers)
     async with Reader(network.ledger, scratch / "reader") as reader:
         return await audit_policy(
             network.ledger,
@@ -154,18 +176,20 @@ async def audit_newest(network, scratch: Path):
             environment=SortEnvironment(2),
             make_scorer=make_scorer,
             config=TrainerConfig(**TRAINING.model_dump(exclude={"base"})),
-            optimizer=(generations / f"{version - 1:08d}" / "optimizer.safetensors").read_bytes(),
+            optimizer=optimizers[version - 1],
             hash_folder=lambda folder: hash_folder(folder, links=LINKS),
             scratch=scratch / "policy",
         )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_adapters_are_trained_spread_used_verified_and_run_again(tmp_path, monkeypatch):
     base = tmp_path / "base"
     make_base_policy(base, SortEnvironment(2), seed=0, target=0.3)
-    cheats = {"base-only": BaseOnly, "adapter-before": AdapterBefore}
-    for name, kind in cheats.items():
+    # With the first version at which it makes a difference.
+    cheats = {"base-only": (BaseOnly, 1), "adapter-before": (AdapterBefore, 2)}
+    for name, (kind, _) in cheats.items():
         monkeypatch.setitem(CHEATS, name, kind)
 
     async def scenario():
@@ -182,23 +206,30 @@ def test_adapters_are_trained_spread_used_verified_and_run_again(tmp_path, monke
             await network.until(lambda: network.registered(*everybody))
             await publish(network, base)
 
-            def is_done():
-                outcomes = [find_outcomes(network, name) for name in HONEST]
-                return all(sum(version > 0 for version in found) >= VERSIONS for found in outcomes)
+            optimizers: dict[int, bytes] = {}
 
-            await network.until(is_done, timeout_s=240)
+            def is_done():
+                keep_optimizers(network, optimizers)
+                outcomes = [find_outcomes(network, name) for name in HONEST]
+                used = all(sum(version > 0 for version in found) >= VERSIONS for found in outcomes)
+                return used and all(is_caught(name) for name in cheats)
+
+            def is_caught(name):
+                found = find_outcomes(network, name)
+                return Status.CHEAT in {status for line in found.values() for status in line}
+
+            await network.until(is_done, timeout_s=330)
             for name in HONEST:
                 statuses = [status for line in find_outcomes(network, name).values() for status in line]
                 assert set(statuses) == {Status.GOOD}, name
                 check_downloads(tmp_path / name, base, VERSIONS)
             check_downloads(tmp_path / "verifier", base, VERSIONS)
             check_downloads(tmp_path / "relay", base, VERSIONS)
-            for name in cheats:
-                found = find_outcomes(network, name)
-                assert set(found.get(0, [])) <= {Status.GOOD}, name
-                assert Status.CHEAT in {status for version, line in found.items() for status in line if version}, name
-            result = await audit_newest(network, tmp_path / "audit")
+            for name, (_, first) in cheats.items():
+                for version, statuses in find_outcomes(network, name).items():
+                    assert Status.CHEAT not in statuses or version >= first, f"{name} was honest at version {version}"
+            result = await audit_newest(network, optimizers, tmp_path / "audit")
             result.require_equal()
             assert result.version >= VERSIONS
 
-    asyncio.run(asyncio.wait_for(scenario(), 290))
+    asyncio.run(asyncio.wait_for(scenario(), 400))
