@@ -74,9 +74,13 @@ class StalePolicy(NodeWorker):
 class BaseOnly(NodeWorker):
     """Saves itself every download after the first: generates with the base policy and says that it is the round's."""
 
+    _base: Path | None = None
+
     def _policy_folder(self, task: Task, assignment: Assignment) -> Path | None:
-        self._prefetch.want(task, 0)
-        return self._prefetch.get(0)
+        if self._base is None:
+            self._prefetch.want(task, 0)
+            self._base = self._prefetch.get(0)
+        return self._base
 
     def _verify(self, folder: Path, assignment: Assignment) -> None:
         """It knows that these are not the bytes the ledger names."""

@@ -166,20 +166,23 @@ def test_stale_policy_uses_the_version_before(world, base, tmp_path):
 
 
 def test_base_only_is_honest_until_there_is_something_newer(world, base, tmp_path):
-    party, newer = Party(world, CHEATS["base-only"]), make_model(tmp_path / "v1", 1)
+    party, versions = Party(world, CHEATS["base-only"]), [base]
 
     async def scenario():
-        await party.run_until(get_times(world.task, 1).start - 3)
-        world.record_policy(1, newer)
-        await party.run_until(get_times(world.task, 1).start + 4)
+        for version in (1, 2, 3):
+            await party.run_until(get_times(world.task, version).start - 3)
+            versions.append(make_model(tmp_path / f"v{version}", version))
+            world.record_policy(version, versions[version])
+        await party.run_until(get_times(world.task, 3).start + 4)
 
     run(scenario())
-    for index in range(2):
+    for index in range(4):
         bundle, assignment = party.open(index)
         assert (assignment.policy_version, bundle.policy) == (index, world.task.policies[index].policy)
         validate_groups(world.spec, world.environment, assignment, bundle, 64)
         assert tokens_of(bundle.groups) == tokens_of(party.honest(assignment, base))
-    assert tokens_of(bundle.groups) != tokens_of(party.honest(assignment, newer))
+        honest = tokens_of(party.honest(assignment, versions[index]))
+        assert (tokens_of(bundle.groups) == honest) is (index == 0)
 
 
 def test_sleeper_is_honest_on_probation_and_edits_some_groups_after_it(tmp_path, base):
