@@ -27,6 +27,9 @@ CHUNK_ROLLOUTS_MIN = 64
 CHUNK_ROLLOUTS_MAX = 4096
 #: A chunk that took less than this lets the next one be twice as large: at most about twice this is lost to a kill.
 CHUNK_SECONDS = 2.0
+#: A chunk that took more than this halves the next one, down to a single slot: batching is worth less than what a kill
+#: would cost.
+CHUNK_SECONDS_MAX = 120.0
 
 
 @dataclass
@@ -146,6 +149,8 @@ class Maker:
         self.pace.add_generation(len(slots) * group_size, tokens, seconds)
         if seconds < CHUNK_SECONDS and len(slots) * group_size * 2 > self._chunk_rollouts:
             self._chunk_rollouts = min(2 * self._chunk_rollouts, CHUNK_ROLLOUTS_MAX)
+        elif seconds > CHUNK_SECONDS_MAX:
+            self._chunk_rollouts = max(self._chunk_rollouts // 2, 1)
 
     def predict_left(self, work: RoundWork, block: int, group_size: int) -> int:
         """Blocks that the rest of a round takes at least, by what it took so far; 0 before anything was made.

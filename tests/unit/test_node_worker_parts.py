@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from inference.engine import TorchEngine
 from inference.journal import Journal
+from inference.making import Maker
 from inference.pace import Pace
 from inference.parts import Part, Parts, compute_binding
+from inference.rollouts import Made
 from protocol.checks import Assignment
 from protocol.codec import decode
 from protocol.errors import Fault
@@ -195,6 +197,25 @@ def test_chunks_grow_while_they_are_quick(world):
         assert engine.calls - first == 1  # a whole round at once
 
     run(scenario())
+
+
+def test_chunks_shrink_to_a_group_where_they_take_long(tmp_path, monkeypatch):
+    now, sizes = [0.0], []
+    monkeypatch.setattr("inference.making.time.monotonic", lambda: now[0])
+    maker = Maker(None, tmp_path, "torch", lambda folder, assignment: None, chunk_rollouts=8)
+    assignment = ASSIGNMENT._replace(quota=9)
+    maker._loaded = (tmp_path, assignment.policy)
+    work = maker.open(assignment, 0)
+
+    def make(slots):
+        sizes.append(len(slots))
+        now[0] += 300.0
+        return Made(tuple(make_group(slot) for slot in slots), 64, 1.0, 0.0)
+
+    while work.missing:
+        maker.make_chunk(work, tmp_path, make, 2)
+    assert sizes == [4, 2, 1, 1, 1]
+    assert len(list(tmp_path.glob("4.*.part"))) == 5
 
 
 class SwappingEngine(CountingEngine):
