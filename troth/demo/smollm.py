@@ -25,6 +25,8 @@ MAX_TOKENS = 6
 #: "\n" in the model's vocabulary: an answer is one line.
 STOP_TOKEN = 198
 HELD_OUT = 192
+#: Tokens of one forward pass in training: what bounds the trainer's memory.
+TOKENS_MAX = 512
 RANK, MODULES = 8, ("q_proj", "v_proj")
 
 EPOCH_ROUNDS = 4
@@ -40,7 +42,7 @@ EPOCHS_MIN, EPOCHS_MAX = 2, 6
 ROUNDS_DEFAULT = 12
 MINUTES_DEFAULT = 45.0
 #: Participants with a model in memory, and what each was seen to need.
-MEMORY_GB = 1.5
+MEMORY_GB = 2.0
 
 ENVIRONMENT: dict[str, Any] = {
     "config": {"max_digits": 2, "max_terms": 2, "min_digits": 1, "min_terms": 2},
@@ -115,7 +117,7 @@ class SmollmPlan(Plan):
         """See `Plan`. One optimiser step on all groups of a round."""
         return (
             f"learning_rate = 1e-3\nwarmup_steps = 2\ntotal_steps = {self.num_rounds}\nepochs = 1\n"
-            f"minibatch_groups = 0\ngroups_min = {GROUPS_PER_ROUND}"
+            f"minibatch_groups = 0\ngroups_min = {GROUPS_PER_ROUND}\ntokens_max = {TOKENS_MAX}"
         )
 
     def task_text(self, described: dict[str, Any]) -> str:
