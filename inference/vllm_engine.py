@@ -90,9 +90,9 @@ class VllmEngine:
                 loading. The policy before it is in use again then, if it could be loaded; else nothing is generated.
         """
         config = make_config(read_config(folder))
-        is_built = self._runtime is not None and self._runtime.config == config
+        is_built = self._is_running() and self._runtime is not None and self._runtime.config == config
         if not is_built:
-            self._discard()
+            Runtime.close_open()  # what it holds is free then
         require_memory(config, self._options, self._device, self._dtype, is_built=is_built)
         wanted = _Policy(folder, config, self._compute_reference(folder, config))
         previous, self._policy = self._policy, None
@@ -132,7 +132,7 @@ class VllmEngine:
         if policy is None:
             raise Fault("no policy is loaded: nothing can be generated")
         vocab_size = int(policy.config["vocab_size"])
-        if self._runtime is None:
+        if not self._is_running():
             self._install(policy)
         runtime = self._runtime
         assert runtime is not None
@@ -168,7 +168,7 @@ class VllmEngine:
         if self._runtime is not None and self._runtime.config != policy.config:
             self.close()
         try:
-            if self._runtime is None:
+            if not self._is_running():
                 self._runtime = Runtime(
                     policy.config, self._options, device=self._device, dtype=self._dtype, threads=self._threads
                 )
@@ -186,6 +186,10 @@ class VllmEngine:
             self._discard()
             raise
         log.info("vllm runs %s: %d tensors equal, log-probabilities within %.1e", policy.folder, same, worst)
+
+    def _is_running(self) -> bool:
+        """Whether this engine's vLLM is there; another engine of this process may have closed it."""
+        return self._runtime is not None and not self._runtime.closed
 
     def _restore(self, previous: _Policy | None) -> None:
         """Put the policy before a failed one back, if there is one and its folder is still there."""

@@ -10,6 +10,7 @@ Neighbours: inference.vllm_engine owns a runtime and decides what is loaded. Not
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import tempfile
@@ -53,9 +54,14 @@ class Runtime:
         config: of `make_config`.
         device / dtype / threads: as in the settings.
 
+    A process has one at a time, because vLLM's process groups are global: a new one closes the one before it.
+
+    Attributes:
+        broken: a step failed; nobody knows what is held.
+        closed: nothing is held any more.
+
     Raises:
-        Fault: when vLLM cannot be built for the architecture, or another runtime of this process is not closed: vLLM's
-            process groups are global.
+        Fault: when vLLM cannot be built for the architecture.
     """
 
     _open: Runtime | None = None
@@ -63,19 +69,24 @@ class Runtime:
     def __init__(self, config: dict[str, Any], options: VllmOptions, *, device: str, dtype: str, threads: int) -> None:
         import torch
 
-        if Runtime._open is not None:
-            raise Fault("vllm: this process runs an engine already; close it before another is built")
-        self.config, self.broken = config, False
+        self.close_open()
+        self.config, self.broken, self.closed = config, False, False
+        self._llm: Any = None
         self.model_len = compute_model_len(config, options)
         self._num_workers = options.num_workers
         self._numbers = itertools.count()
         torch.set_num_threads(threads)
-        with faults("building the engine"), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("ignore")
-            (Path(folder) / CONFIG).write_text(json.dumps(config))
-            self._llm = _build(folder, self._arguments(config, options, device, dtype))
-            Runtime._open = self
-            self._rpc("troth_watch")
+        try:
+            with faults("building the engine"), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+                warnings.simplefilter("ignore")
+                (Path(folder) / CONFIG).write_text(json.dumps(config))
+                self._llm = _build(folder, self._arguments(config, options, device, dtype))
+                self._rpc("troth_watch")
+        except BaseException:
+            with contextlib.suppress(Fault):  # the first failure is the one to tell
+                self.close()
+            raise
+        Runtime._open = self
 
     def _arguments(self, config: dict[str, Any], options: VllmOptions, device: str, dtype: str) -> dict[str, Any]:
         """What vLLM is built with. Weights are put in afterwards, through the same door as every later policy's."""
@@ -102,13 +113,24 @@ class Runtime:
         replies: list[Any] = self._llm.collective_rpc(method, args=arguments)
         return replies
 
+    @classmethod
+    def close_open(cls) -> None:
+        """Close the runtime of this process, whoever built it. Raises `Fault`."""
+        if cls._open is not None:
+            cls._open.close()
+
     def close(self) -> None:
         """Give back memory and process groups, so that another runtime can be built."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        Runtime._open = None
+        if self.closed:
+            return
+        self.closed = True
+        if self is Runtime._open:
+            Runtime._open = None
         with faults("closing the engine"):
-            self._llm.engine_core.shutdown()
+            if self._llm is not None:
+                self._llm.engine_core.shutdown()
             cleanup_dist_env_and_memory()
 
     # Weights

@@ -28,16 +28,16 @@ def engine():
 
 
 @pytest.fixture
-def make_engine(engine):
-    """Makes engines of a test's own; a process has one at a time, so the shared one is closed and each ends the last."""
+def make_engine():
+    """Makes engines of a test's own; a process has one vLLM at a time, so the last one made or used runs."""
     from inference.vllm_engine import VllmEngine
 
-    made = [engine]
+    made = []
 
     def make(**arguments):
-        made[-1].close()
         made.append(VllmEngine(**arguments))
         return made[-1]
 
     yield make
-    made[-1].close()
+    for one in made:
+        one.close()

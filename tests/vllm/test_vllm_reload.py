@@ -190,6 +190,29 @@ def test_vllm_fails_in_the_middle_of_a_batch(engine, tied, monkeypatch):
     require_same(run(engine, REQUESTS), run_torch(tied[0]))
 
 
+def test_two_engines_of_one_process_take_turns(engine, make_engine, tied):
+    """As when a node goes from one task to the next: the second closes the first's vLLM; the first, if it is used again,
+    builds its own again, with its own policy."""
+    engine.load(tied[0])
+    other = make_engine(options=VllmOptions(max_num_seqs=8))
+    other.load(tied[1])
+    require_same(run(other, REQUESTS), run_torch(tied[1]))
+    require_same(run(engine, REQUESTS), run_torch(tied[0]))
+    require_same(run(other, REQUESTS), run_torch(tied[1]))
+
+
+def test_a_vllm_that_cannot_be_built_leaves_nothing_behind(make_engine, tied):
+    """A KV cache below one sequence is vLLM's own complaint; the next vLLM of the process is built as if it were the first."""
+    cramped = make_engine(options=VllmOptions(kv_cache_gib=1e-5))
+    with pytest.raises(Fault, match="vllm: building the engine failed: "):
+        cramped.load(tied[0])
+    with pytest.raises(Fault, match="no policy is loaded"):
+        run(cramped, REQUESTS)
+    roomy = make_engine()
+    roomy.load(tied[0])
+    require_same(run(roomy, REQUESTS), run_torch(tied[0]))
+
+
 def test_an_adapter_is_merged(engine, tied, tmp_path):
     """A policy of a LoRA task: the base's tensors with the adapter's added, in the vLLM that runs the base."""
     engine.load(tied[0])
