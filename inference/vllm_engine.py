@@ -90,7 +90,8 @@ class VllmEngine:
                 loading. The policy before it is in use again then, if it could be loaded; else nothing is generated.
         """
         config = make_config(read_config(folder))
-        is_built = self._is_running() and self._runtime is not None and self._runtime.config == config
+        running = self._get_running()
+        is_built = running is not None and running.config == config
         if not is_built:
             Runtime.close_open()  # what it holds is free then
         require_memory(config, self._options, self._device, self._dtype, is_built=is_built)
@@ -132,10 +133,7 @@ class VllmEngine:
         if policy is None:
             raise Fault("no policy is loaded: nothing can be generated")
         vocab_size = int(policy.config["vocab_size"])
-        if not self._is_running():
-            self._install(policy)
-        runtime = self._runtime
-        assert runtime is not None
+        runtime = self._get_running() or self._install(policy)
         for request in requests:
             _require_prompt(request.prompt, vocab_size, runtime.model_len - max_tokens)
         limit = min(self._vocab_size or vocab_size, vocab_size)
@@ -163,18 +161,20 @@ class VllmEngine:
             raise Fault(f"{folder} gives log-probabilities that are not finite: nothing can be sampled from it")
         return logprobs
 
-    def _install(self, policy: _Policy) -> None:
+    def _install(self, policy: _Policy) -> Runtime:
         """Have vLLM run a policy, and prove it. Raises `Fault`; what vLLM holds is unknown then, and discarded."""
-        if self._runtime is not None and self._runtime.config != policy.config:
+        runtime = self._get_running()
+        if runtime is not None and runtime.config != policy.config:
             self.close()
+            runtime = None
         try:
-            if not self._is_running():
-                self._runtime = Runtime(
+            if runtime is None:
+                runtime = self._runtime = Runtime(
                     policy.config, self._options, device=self._device, dtype=self._dtype, threads=self._threads
                 )
-            self._runtime.load(policy.folder)
-            same = self._runtime.compare(policy.folder)
-            found = self._runtime.measure_logprobs(make_probe(int(policy.config["vocab_size"])))
+            runtime.load(policy.folder)
+            same = runtime.compare(policy.folder)
+            found = runtime.measure_logprobs(make_probe(int(policy.config["vocab_size"])))
             worst = float(np.abs(found - policy.logprobs).max())
             limit = PROBE_TOLERANCE.get(self._dtype, PROBE_TOLERANCE_16_BIT)
             if not worst <= limit:
@@ -182,14 +182,15 @@ class VllmEngine:
                     f"vllm does not run the policy in {policy.folder} after loading it: a log-probability differs from a "
                     f"torch prefill by {worst:.6f}, limit {limit}"
                 )
-        except Fault:
+        except BaseException:
             self._discard()
             raise
         log.info("vllm runs %s: %d tensors equal, log-probabilities within %.1e", policy.folder, same, worst)
+        return runtime
 
-    def _is_running(self) -> bool:
-        """Whether this engine's vLLM is there; another engine of this process may have closed it."""
-        return self._runtime is not None and not self._runtime.closed
+    def _get_running(self) -> Runtime | None:
+        """This engine's vLLM, if it is there; another engine of this process may have closed it."""
+        return None if self._runtime is None or self._runtime.closed else self._runtime
 
     def _restore(self, previous: _Policy | None) -> None:
         """Put the policy before a failed one back, if there is one and its folder is still there."""
