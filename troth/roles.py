@@ -2,14 +2,13 @@
 
 One loop drives everything: poll the ledger, do what is due (beacons, the worker's step), push the outbox, sleep. A
 `Fault` is logged and the loop goes on; everything a worker needs to resume is on disk, so being killed anywhere and
-started again is the same as going on.
+started again is the same as going on. Neighbours: troth.chooser picks the task, troth.workers makes the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import shutil
 import signal
@@ -17,56 +16,26 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
-from contracts.client import EvmLedger
 from inference.status import Condition
 from protocol.errors import ConfigError, Fault, Ignore, Reject, TrothError
 from protocol.ledger.events import Role
-from protocol.ledger.state import Task
-from protocol.ports import Environment, Scorer
-from troth.connect import ensure_registered, open_ledger, pick_task, verify_terms
+from troth.chooser import Chooser
+from troth.connect import ensure_registered, open_ledger
 from troth.duties import BeaconDuty
-from troth.engines import make_engine, preload_engine
-from troth.environment_files import EnvironmentFinder
 from troth.eventlog import EventLog
-from troth.forms import require_fitting
-from troth.keystore import Keys, load, read_password
+from troth.keystore import load, read_password
 from troth.lock import DirectoryLock
 from troth.network import Mesh
 from troth.operating import Operator
 from troth.settings import RoleSettings
+from troth.workers import Context, Worker, make_relay, preload
 
 log = logging.getLogger("troth.roles")
 
 
-class Worker(Protocol):
-    """What a role package provides."""
-
-    async def step(self) -> None: ...
-    async def close(self) -> None: ...
-
-
 T = TypeVar("T")
-
-#: A task that starts later than this is not chosen by itself; name it in the settings to wait for it.
-STARTS_SOON_BLOCKS = 2_000
-
-#: Builds a worker for a task.
-Factory = Callable[["Context", Task, Environment], Worker]
-
-
-class Context:
-    """Everything a worker is built from."""
-
-    def __init__(
-        self, settings: RoleSettings, keys: Keys, ledger: EvmLedger, mesh: Mesh, events: EventLog, cheat: str
-    ) -> None:
-        self.settings, self.keys, self.ledger = settings, keys, ledger
-        self.mesh, self.events, self.cheat = mesh, events, cheat
-        self.directory = Path(settings.directory)
-        #: Of a node only.
-        self.operator: Operator | None = None
 
 
 async def run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str = "") -> None:
@@ -94,7 +63,7 @@ async def _run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str,
     """`run_role` once the directory is ours."""
     role = Role[name.upper()]
     keys = load(settings.keystore_path, read_password())
-    _preload(role, settings)
+    preload(role, settings)
     ledger = await open_ledger(settings, keys)
     events = EventLog(Path(settings.directory), name)
     stop = asyncio.Event()
@@ -123,130 +92,16 @@ async def _run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str,
             operator.connect(ledger, keys, mesh, settings.network.advertise or endpoint)
             context.operator = operator
         if role is Role.RELAY:
-            worker = _make_relay(context)
+            worker = make_relay(context)
             relay_accept.append(worker.accept)
             await _drive(context, stop, _always(worker))
         else:
-            await _drive(context, stop, _Chooser(context, role).get)
+            await _drive(context, stop, Chooser(context, role).get)
     finally:
         await mesh.close()
         await ledger.close()
         events("stopped", {"cpu_process": time.process_time()})
         events.close()
-
-
-#: What a role's worker needs of the heavy packages.
-_HEAVY = {
-    Role.VERIFIER: ("verifier.scorer",),
-    Role.TRAINER: ("trainer.worker", "verifier.scorer"),
-}
-
-
-def _preload(role: Role, settings: RoleSettings) -> None:
-    """Import what the role's worker needs before any socket is open: it takes seconds, in which nobody would answer."""
-    for module in _HEAVY.get(role, ()):
-        importlib.import_module(module)
-    if role is Role.NODE:
-        preload_engine(settings.compute)
-
-
-class _Chooser:
-    """Finds the task to serve and makes its worker.
-
-    With a task named in the settings it is that one, and anything wrong with it ends the process. Otherwise it is the one
-    served before a restart, else the open task with the largest deposit that starts soon and can be served; it stays
-    that one until it is closed. So a stranger who publishes tasks cannot pull participants away.
-    """
-
-    def __init__(self, context: Context, role: Role) -> None:
-        self._context, self._role = context, role
-        self._refused: set[bytes] = set()
-        self._serving: bytes | None = None
-        self._worker: Worker | None = None
-        self._memory = context.directory / "serving"
-        settings = context.settings
-        folders = [*settings.environment_folders, *([settings.trainer.base] if settings.trainer.base else [])]
-        self._environments = EnvironmentFinder([Path(folder) for folder in folders], context.events)
-
-    async def get(self) -> Worker | None:
-        """The worker, None while there is no task to serve.
-
-        Raises:
-            ConfigError: when the named task cannot be served.
-        """
-        tasks = self._context.ledger.state.tasks
-        await self._drop_misfit()
-        if self._worker is not None and self._serving in tasks and not tasks[self._serving].closed:
-            return self._worker
-        for task in self._candidates():
-            try:
-                await verify_terms(self._context.ledger, task.task)
-                environment = self._find_environment(task)
-                if environment is None:
-                    return self._worker
-                worker = _FACTORIES[self._role](self._context, task, environment)
-            except ConfigError as error:
-                if self._context.settings.task:
-                    raise
-                self._refused.add(task.task)
-                log.warning("task %s cannot be served: %s", task.task.hex()[:12], error)
-                self._context.events("refused_task", {"task": task.task, "text": str(error)})
-                continue
-            if self._worker is not None:
-                await self._worker.close()
-            self._serving, self._worker = task.task, worker
-            self._memory.write_text(task.task.hex() + "\n")
-            self._context.events("serving", {"task": task.task})
-            print(f"{self._role.name.lower()}: serving task {task.task.hex()[:12]}", file=sys.stderr)
-            break
-        if self._worker is None and self._context.operator is not None:
-            waiting = sum(self._environments.is_waiting(task) for task in tasks.values())
-            self._context.operator.no_worker(len(self._refused), waiting)
-        return self._worker
-
-    def _find_environment(self, task: Task) -> Environment | None:
-        """The task's environment, None while its files are on their way. See `EnvironmentFinder.get` for what it raises."""
-        operator, policies = self._context.operator, self._context.mesh.policies
-        if operator is None or operator.policies is None:
-            return self._environments.get(task, policies, {})
-        found = self._environments.get(task, operator.policies, operator.policies.misfits)
-        if found is None:
-            operator.status.set(Condition("idle", "files of the task's environment are being fetched", "they are here"))
-        return found
-
-    async def _drop_misfit(self) -> None:
-        """Stop serving a task whose policy does not fit on this machine, before it is fetched."""
-        operator, serving = self._context.operator, self._serving
-        policies = None if operator is None else operator.policies
-        if policies is None or serving is None or serving not in policies.misfits:
-            return
-        text = policies.misfits.pop(serving)
-        if self._context.settings.task:
-            raise ConfigError(text)
-        self._refused.add(serving)
-        self._context.events("refused_task", {"task": serving, "text": text})
-        if self._worker is not None:
-            await self._worker.close()
-        self._worker = self._serving = None
-
-    def _candidates(self) -> list[Task]:
-        ledger = self._context.ledger
-        if self._context.settings.task:
-            picked = pick_task(ledger, self._context.settings.task)
-            return [] if picked in (None, self._serving) else [ledger.state.tasks[picked]]
-        remembered = self._memory.read_text().strip() if self._memory.exists() else ""
-        is_trainer = self._role is Role.TRAINER
-        found = [
-            task
-            for task in ledger.state.tasks.values()
-            if not task.closed
-            and task.task not in self._refused
-            and task.task != self._serving
-            and not self._environments.is_waiting(task)
-            and task.start_block <= ledger.state.block_number + STARTS_SOON_BLOCKS
-            and (not is_trainer or task.spec.trainer == ledger.account)
-        ]
-        return sorted(found, key=lambda task: (task.task.hex() != remembered, -task.deposit, task.start_block))
 
 
 async def _drive(context: Context, stop: asyncio.Event, get_worker: Callable[[], Awaitable[Worker | None]]) -> None:
@@ -319,100 +174,3 @@ def _always(worker: Worker) -> Callable[[], Awaitable[Worker | None]]:
         return worker
 
     return get
-
-
-def _make_relay(context: Context) -> Any:
-    from troth.relay import RelayWorker
-
-    return RelayWorker(
-        ledger=context.ledger,
-        directory=context.mesh.contacts,
-        has_blob=context.mesh.has_letter,
-        policies=context.mesh.policies,
-        events=context.events,
-    )
-
-
-def _make_node(context: Context, task: Task, environment: Environment) -> Worker:
-    from troth.cheats import get_node_class
-
-    operator = context.operator
-    assert operator is not None
-    return get_node_class(context.cheat)(
-        ledger=context.ledger,
-        task=task.task,
-        environment=environment,
-        engine=make_engine(context.settings.compute, environment.vocab_size),
-        policies=operator.policies or context.mesh.policies,
-        blobs=context.mesh.blobs,
-        key=context.keys.network,
-        directory=context.directory,
-        events=context.events,
-        slots=context.settings.slots,
-        **operator.worker_options(),
-    )
-
-
-def _make_scorer(context: Context, vocab_size: int) -> Scorer:
-    from verifier.scorer import TorchScorer
-
-    compute = context.settings.compute
-    return TorchScorer(compute.device, compute.dtype, compute.threads, vocab_size=vocab_size)
-
-
-def _make_verifier(context: Context, task: Task, environment: Environment) -> Worker:
-    from verifier.worker import VerifierWorker
-
-    return VerifierWorker(
-        ledger=context.ledger,
-        task=task.task,
-        environment=environment,
-        scorer=_make_scorer(context, environment.vocab_size),
-        policies=context.mesh.policies,
-        blobs=context.mesh.blobs,
-        key=context.keys.network,
-        directory=context.directory,
-        events=context.events,
-    )
-
-
-def _make_trainer(context: Context, task: Task, environment: Environment) -> Worker:
-    from trainer.config import TrainerConfig
-    from trainer.worker import TrainerWorker
-
-    settings = context.settings.trainer
-    if settings.base:
-        policy, manifest = context.mesh.policies.publish_base(Path(settings.base))
-        if (policy, manifest) != (task.spec.base_policy, task.spec.base_manifest):
-            raise ConfigError(
-                f"trainer.base {settings.base} is policy {policy.hex()[:16]} (manifest {manifest.hex()[:16]}), the task "
-                f"names {task.spec.base_policy.hex()[:16]} ({task.spec.base_manifest.hex()[:16]})"
-            )
-        require_fitting(task.spec, Path(settings.base))
-
-    def make_scorer(folder: Path) -> Scorer:
-        scorer = _make_scorer(context, environment.vocab_size)
-        scorer.load(folder)
-        return scorer
-
-    return TrainerWorker(
-        ledger=context.ledger,
-        task=task.task,
-        environment=environment,
-        make_scorer=make_scorer,
-        policies=context.mesh.policies,
-        blobs=context.mesh.blobs,
-        key=context.keys.network,
-        directory=context.directory,
-        events=context.events,
-        config=TrainerConfig(**settings.model_dump(exclude={"base"})),
-        device=context.settings.compute.device,
-        threads=context.settings.compute.threads,
-    )
-
-
-_FACTORIES: dict[Role, Factory] = {
-    Role.NODE: _make_node,
-    Role.VERIFIER: _make_verifier,
-    Role.TRAINER: _make_trainer,
-}
