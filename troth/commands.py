@@ -105,10 +105,12 @@ def policy_evaluate(
 ) -> list[dict[str, Any]]:
     """Mean reward and its standard error of each folder on the environment's held-out prompts."""
     import environments
+    from models.adapter import BASE
     from protocol.task import Environment
     from trainer.evaluate import evaluate_policy
 
-    environment = environments.load(Environment(entry, args, environments.content_hash(entry, args)), folders)
+    spec = Environment(entry, args, environments.content_hash(entry, args))
+    environment = environments.load(spec, [*folders, *(folder / BASE for folder in folders)])
     if not hasattr(environment, "held_out"):
         raise ConfigError(f"environment {entry} keeps no prompts back: nothing to evaluate on")
     held_out = environment.held_out()

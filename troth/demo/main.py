@@ -311,8 +311,6 @@ async def _finish(
     eligible = [policy.version for policy in task.policies if policy.eligible_block is not None]
     wanted = (0, max(eligible)) if first is None else (max(eligible),)
     folders = [await reader.policies.fetch(task_id, version) for version in wanted]
-    if first is not None:  # the environment's files are in the base policy's folder
-        folders.append(launcher.root / "trainer" / "base")
     evaluation = asyncio.create_task(asyncio.to_thread(_evaluate, plan, launcher, folders))
     screen.say(f"the last round is over; settling {get_num_epochs(task)} epochs")
     deadline = time.monotonic() + plan.settle_seconds_max
