@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
     Attributes:
         policy: version that the step made.
-        seconds: since the run began, when the policy was first seen on the ledger.
+        seconds: from the task's publication to when the policy was first seen on the ledger.
         rollouts: verified rollouts that it was trained on.
         reward: their mean reward, 0 to 1; they were made by older policies.
     """

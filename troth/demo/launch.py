@@ -249,6 +249,11 @@ bind = "{bind}"
         """Processes that ended by themselves, which none should."""
         return [name for name, process in self.running.items() if process.poll() is not None]
 
+    def require_alive(self) -> None:
+        """Raises `Fault` with its last words when a process ended by itself."""
+        for name in self.find_dead():
+            raise Fault(f"process {name} ended by itself: {self.read_log(name)}")
+
     def read_log(self, name: str) -> str:
         """The last lines a process wrote."""
         path = self.root / name / "log.txt"

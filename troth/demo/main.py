@@ -18,11 +18,12 @@ from protocol.codec import decode
 from protocol.errors import Fault, TrothError
 from protocol.ledger.state import Task
 from protocol.messages import LINEAGE_BYTES_MAX, Lineage, Signed, compute_lineage_key
-from protocol.rounds import get_end_round, get_num_epochs, get_times
+from protocol.rounds import get_end_round, get_times
 from troth.connect import find_deployment
 from troth.demo import check
 from troth.demo import plan as plans
 from troth.demo.curve import Curve, Point
+from troth.demo.ends import finish, measure_base
 from troth.demo.launch import Launcher, free_port
 from troth.demo.watch import Screen
 from troth.keystore import Keys
@@ -121,7 +122,7 @@ async def _run_all(plan: plans.Plan, launcher: Launcher, curve: Curve) -> tuple[
             await start_roles(plan, launcher, ledger, screen)
             task = await publish(plan, launcher, ledger, screen)
             await _watch(launcher, ledger, reader, task, screen, curve)
-            evaluation = await _finish(plan, launcher, ledger, reader, task, screen, first)
+            evaluation = await finish(plan, launcher, ledger, reader, task, screen, first)
             await ledger.poll()
             final = ledger.state.tasks[task]
             summary = await check.summarise(plan, ledger, final, names, evaluation)
@@ -136,20 +137,6 @@ async def _run_all(plan: plans.Plan, launcher: Launcher, curve: Curve) -> tuple[
         finally:
             await reader.close()
             await ledger.close()
-
-
-async def measure_base(plan: plans.Plan, launcher: Launcher, screen: Screen) -> dict[str, Any]:
-    """Make the base policy and evaluate it; the row of the evaluation, with the seconds that it took."""
-    base = launcher.root / "trainer" / "base"
-    screen.say("making the base policy")
-    command = [*plan.base_command(base), "--json"]
-    await asyncio.to_thread(launcher.ask, *command, timeout_s=plan.command_seconds_max)
-    screen.say("evaluating it on the held-out prompts, which also tells this machine's pace")
-    started = time.monotonic()
-    row: dict[str, Any] = (await asyncio.to_thread(_evaluate, plan, launcher, [base]))[0]
-    row["seconds"] = time.monotonic() - started
-    screen.say(f"base policy: mean reward {row['reward']:.3f} on {row['prompts']} prompts, {row['seconds']:.0f} s")
-    return row
 
 
 async def start_chain(plan: plans.Plan, launcher: Launcher) -> EvmLedger:
@@ -217,7 +204,7 @@ async def start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, s
     wanted = {launcher.keys[name].account for name in plan.participants if name != "initiator"}
     deadline = time.monotonic() + START_SECONDS_MAX
     while not wanted <= set(ledger.state.participants):
-        await _check_alive(launcher)
+        launcher.require_alive()
         if time.monotonic() > deadline:
             missing = [
                 n for n in plan.participants if launcher.keys[n].account in wanted - set(ledger.state.participants)
@@ -226,12 +213,6 @@ async def start_roles(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, s
         await ledger.poll()
         await asyncio.sleep(POLL_SECONDS)
     screen.say(f"{len(wanted)} participants are registered and staked")
-
-
-async def _check_alive(launcher: Launcher) -> None:
-    dead = launcher.find_dead()
-    if dead:
-        raise Fault(f"process {dead[0]} ended by itself: {launcher.read_log(dead[0])}")
 
 
 async def publish(plan: plans.Plan, launcher: Launcher, ledger: EvmLedger, screen: Screen) -> bytes:
@@ -271,7 +252,7 @@ async def _watch(
     started = time.monotonic()
     while True:
         await ledger.poll()
-        await _check_alive(launcher)
+        launcher.require_alive()
         task = ledger.state.tasks[task_id]
         known = lineage.policy_version if lineage is not None else 0
         for version in range(known + 1, task.policies[-1].version + 1):
@@ -294,66 +275,3 @@ async def _fetch_lineage(reader: Reader, task: Task, version: int) -> Lineage | 
         return decode(Lineage, decode(Signed, data, bytes_max=LINEAGE_BYTES_MAX).body, bytes_max=LINEAGE_BYTES_MAX)
     except TrothError:
         return None
-
-
-async def _finish(
-    plan: plans.Plan,
-    launcher: Launcher,
-    ledger: EvmLedger,
-    reader: Reader,
-    task_id: bytes,
-    screen: Screen,
-    first: dict[str, Any] | None,
-) -> check.Evaluation:
-    """Evaluate while the last epoch settles, then claim and close. `first` is the base policy's row, when it is known."""
-    launcher.stop("trainer", *plan.nodes)
-    task = ledger.state.tasks[task_id]
-    eligible = [policy.version for policy in task.policies if policy.eligible_block is not None]
-    wanted = (0, max(eligible)) if first is None else (max(eligible),)
-    folders = [await reader.policies.fetch(task_id, version) for version in wanted]
-    evaluation = asyncio.create_task(asyncio.to_thread(_evaluate, plan, launcher, folders))
-    screen.say(f"the last round is over; settling {get_num_epochs(task)} epochs")
-    deadline = time.monotonic() + plan.settle_seconds_max
-    while True:
-        await ledger.poll()
-        await _check_alive(launcher)
-        task = ledger.state.tasks[task_id]
-        screen.show(ledger.state, task, None)
-        if task.final is not None and task.final.epoch + 1 >= get_num_epochs(task):
-            break
-        if time.monotonic() > deadline:
-            settled = "none" if task.final is None else task.final.epoch
-            raise Fault(f"not settled after {plan.settle_seconds_max:.0f} s: last final epoch is {settled}")
-        await asyncio.sleep(POLL_SECONDS)
-    verifiers = [name for name in plan.participants if name.startswith("verifier")]
-    launcher.stop(*verifiers)
-    honest = [name for name in plan.nodes if name not in plan.cheats]
-    screen.say("settled; claiming")
-    await asyncio.gather(*(asyncio.to_thread(_claim, launcher, name, task_id) for name in (*honest, *verifiers)))
-    await asyncio.to_thread(_close, launcher, task_id)
-    rows = await evaluation
-    if first is not None:
-        rows = [first, *rows]
-    return check.Evaluation(
-        rows[0]["reward"], rows[1]["reward"], rows[0]["prompts"], rows[0]["error"], rows[1]["error"]
-    )
-
-
-def _claim(launcher: Launcher, name: str, task: bytes) -> None:
-    config = str(launcher.root / name / "troth.toml")
-    launcher.ask("claim", "--yes", "--json", "--config", config, "--task", task.hex())
-
-
-def _close(launcher: Launcher, task: bytes) -> None:
-    config = str(launcher.root / "initiator" / "troth.toml")
-    launcher.ask("task", "close", task.hex(), "--yes", "--json", "--config", config)
-
-
-def _evaluate(plan: plans.Plan, launcher: Launcher, folders: list[Path]) -> list[dict[str, Any]]:
-    """Sample policies on held-out prompts, in a process of its own (it needs torch, this one does not); a row for each."""
-    rows: list[dict[str, Any]] = launcher.ask(
-        "policy", "evaluate", *map(str, folders), "--entry", plan.entry, "--args", plan.arguments,
-        "--max-tokens", str(plan.max_tokens), "--stop-token", str(plan.stop_token), "--samples", str(plan.samples),
-        "--json", timeout_s=plan.command_seconds_max,
-    )  # fmt: skip
-    return rows
