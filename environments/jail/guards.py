@@ -23,7 +23,7 @@ from types import (
 from typing import Any
 
 from .meter import CONTAINERS, Meter
-from .screen import Screened, is_allowed_attribute
+from .screen import METHODS_ONLY, Screened, is_allowed_attribute
 
 _ATOMS = frozenset({int, float, bool, type(None), complex})
 #: Built-in functions and types whose work does not depend on the size of anything.
@@ -109,20 +109,20 @@ class Guards:
                 return function
         elif kind is BuiltinFunctionType:
             return self._call_builtin(function)
-        elif kind is type:
-            if function in self._plain or function in _CONSTANT_FUNCTIONS:
-                return function
-            if function is type:
+        elif issubclass(kind, type):
+            if issubclass(function, type):
                 return _get_type
-        elif kind in self._plain or (kind is partial and type(function.func) is MethodType):
+            if kind is type and (function in self._plain or function in _CONSTANT_FUNCTIONS):
+                return function
+        elif kind in self._plain:
             return function
         if (
             kind is MethodDescriptorType
             and function.__objclass__ is str
             and function.__name__ in ("format", "format_map")
         ):
-            return partial(self._format, function.__name__)
-        return partial(self._charged, function)
+            return _bind(self._format, function.__name__)
+        return _bind(self._charged, function)
 
     def _is_ours(self, function: FunctionType) -> bool:
         spaces = function.__globals__
@@ -134,16 +134,16 @@ class Guards:
         if function in _CONSTANT_FUNCTIONS or name in _CONSTANT_METHODS.get(kind, ()):
             return function
         if name in _KEYED_METHODS and isinstance(owner, _KEYED_OWNERS):
-            return partial(self._keyed, function)
+            return _bind(self._keyed, function)
         if kind is list and name in ("pop", "insert"):
-            return partial(self._shifted, function)
+            return _bind(self._shifted, function)
         if kind is dict and name == "pop":
-            return partial(self._keyed, function)
+            return _bind(self._keyed, function)
         if name in _FEW and function.__module__ in ("_heapq", "_bisect"):
-            return partial(self._few, function)
-        if kind is str and name in ("format", "format_map"):
-            return partial(self._format, name, owner)
-        return partial(self._charged, function)
+            return _bind(self._few, function)
+        if isinstance(owner, str) and name in ("format", "format_map"):
+            return _bind(self._format, name, owner)
+        return _bind(self._charged, function)
 
     def _keyed(self, function: Any, *args: Any) -> Any:
         self._meter.charge(1)
@@ -166,6 +166,7 @@ class Guards:
 
     def _format(self, name: str, text: Any, *args: Any, **kwargs: Any) -> Any:
         """`str.format`, whose fields could otherwise look up any attribute."""
+        text = str.__str__(text)  # not what a subclass makes of it
         if "__" in text or any(inside in text for inside in (".gi_", ".tb_", ".f_", ".co_", "._troth")):
             raise Screened("a format field looks up an attribute that is not available")
         return self._charged(getattr(text, name), *args, **kwargs)
@@ -246,7 +247,18 @@ class Guards:
     def setattr(self, value: Any, name: str, new: Any, /) -> None:
         """`setattr` likewise."""
         _require_attribute(name)
+        if name in METHODS_ONLY:
+            raise Screened(f"{name} can only be defined as a method")
         setattr(value, name, new)
+
+
+def _bind(guard: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """`functools.partial` that shows neither the guard nor its arguments to whom it is handed."""
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return guard(*first, *args, **kwargs)
+
+    return bound
 
 
 def _as_method(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -261,7 +273,7 @@ def _repr_plain(self: Any) -> str:
 
 
 def _require_attribute(name: Any) -> None:
-    if not isinstance(name, str) or not is_allowed_attribute(name):
+    if type(name) is not str or not is_allowed_attribute(name):  # a subclass could answer for itself
         raise Screened("the attribute is not available")
 
 

@@ -86,26 +86,28 @@ class Streams:
     Args:
         text: all of the input.
         chars_max: most characters of output.
+
+    A program holds this object, so its own names are among those that the screen refuses.
     """
 
     def __init__(self, meter: Meter, text: str, chars_max: int) -> None:
-        self._meter = meter
-        self._lines: list[str] = text.splitlines(keepends=True)[::-1]
-        self._chars_left = chars_max
-        self._parts: list[str] = []
+        self._troth_meter = meter
+        self._troth_lines: list[str] = text.splitlines(keepends=True)[::-1]
+        self._troth_chars_left = chars_max
+        self._troth_parts: list[str] = []
 
     @property
     def output(self) -> str:
-        return "".join(self._parts)
+        return "".join(self._troth_parts)
 
     def write(self, text: str) -> int:
         """Append to the output. Too much of it ends the run."""
         if not isinstance(text, str):
             raise TypeError("write() takes a str")
-        self._chars_left -= len(text)
-        if self._chars_left < 0:
-            self._meter.end("output")
-        self._parts.append(text)
+        self._troth_chars_left -= len(text)
+        if self._troth_chars_left < 0:
+            self._troth_meter.end("output")
+        self._troth_parts.append(text)
         return len(text)
 
     def flush(self) -> None:
@@ -115,33 +117,33 @@ class Streams:
         self, *values: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: Any = None
     ) -> None:
         """`print`."""
-        self._meter.operand(values)
+        self._troth_meter.operand(values)
         text = (" " if sep is None else sep).join([str(value) for value in values]) + ("\n" if end is None else end)
-        self.write(self._meter.made(text))
+        self.write(self._troth_meter.made(text))
 
     def input(self, prompt: Any = "", /) -> str:
         """`input`."""
         self.print(prompt, end="")
-        if not self._lines:
+        if not self._troth_lines:
             raise EOFError("the input has no further line")
-        return self._lines.pop().rstrip("\n")
+        return self._troth_lines.pop().rstrip("\n")
 
     def readline(self) -> str:
         """One line with its end, or nothing."""
-        self._meter.tick()
-        return self._lines.pop() if self._lines else ""
+        self._troth_meter.tick()
+        return self._troth_lines.pop() if self._troth_lines else ""
 
     def readlines(self) -> list[str]:
         """All lines that are left."""
-        lines, self._lines = self._lines[::-1], []
-        return self._meter.spread(lines)  # type: ignore[no-any-return]
+        lines, self._troth_lines = self._troth_lines[::-1], []
+        return self._troth_meter.spread(lines)  # type: ignore[no-any-return]
 
     def read(self) -> str:
         """All that is left."""
-        return self._meter.made("".join(self.readlines()))  # type: ignore[no-any-return]
+        return self._troth_meter.made("".join(self.readlines()))  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[str]:
-        while self._lines:
+        while self._troth_lines:
             yield self.readline()
 
 
@@ -166,13 +168,13 @@ def make_builtins(guards: Any, meter: Meter, arithmetic: Arithmetic, streams: St
     return table
 
 
-def make_importer(meter: Meter, arithmetic: Arithmetic, streams: Streams) -> Callable[[str], Any]:
+def make_importer(guards: Any, meter: Meter, arithmetic: Arithmetic, streams: Streams) -> Callable[[str], Any]:
     """What an import calls: module name to a table of its names, the same one for each name within a run."""
     made: dict[str, Any] = {}
 
     def get(name: str) -> Any:
         if name not in made:
-            special = _make_special(name, meter, arithmetic, streams)
+            special = _make_special(name, guards, meter, arithmetic, streams)
             source = _SOURCES.get(name)
             table = {key: special[key] if key in special else getattr(source, key) for key in NAMES[name]}
             if name == "collections":
@@ -211,7 +213,7 @@ _OPERATOR_NAMES = {
 }
 
 
-def _make_special(name: str, meter: Meter, arithmetic: Arithmetic, streams: Streams) -> dict[str, Any]:
+def _make_special(name: str, guards: Any, meter: Meter, arithmetic: Arithmetic, streams: Streams) -> dict[str, Any]:
     """Names that are not what the interpreter has."""
     if name == "typing":
         return dict.fromkeys(NAMES["typing"], Hint())
@@ -226,13 +228,13 @@ def _make_special(name: str, meter: Meter, arithmetic: Arithmetic, streams: Stre
             "prod": arithmetic.product,
         }
     if name == "functools":
-        return {"reduce": arithmetic.reduce}
+        return {"reduce": lambda function, *rest: arithmetic.reduce(guards.call(function), *rest), "wraps": _wraps}
     if name == "operator":
         guarded = arithmetic.operators()
         assert set(_OPERATOR_NAMES.values()) <= set(OPERATORS)
         return {key: guarded[node] for key, node in _OPERATOR_NAMES.items()} | {"attrgetter": _get_attribute}
     if name == "copy":
-        return {"copy": functools.partial(_copy, meter), "deepcopy": functools.partial(_deepcopy, meter)}
+        return {"copy": lambda value: _copy(meter, value), "deepcopy": lambda value: _deepcopy(meter, value)}
     if name == "sys":
         return {
             "argv": ["answer"],
@@ -257,6 +259,18 @@ def _get_attribute(*names: str) -> Callable[[Any], Any]:
     from .guards import get_attribute
 
     return get_attribute(names)
+
+
+def _wraps(wrapped: Any) -> Callable[[Any], Any]:
+    """`functools.wraps`, without a choice of what is looked up."""
+
+    def decorate(wrapper: Any) -> Any:
+        for name in ("__name__", "__doc__"):
+            if hasattr(wrapped, name):
+                setattr(wrapper, name, getattr(wrapped, name))
+        return wrapper
+
+    return decorate
 
 
 def _copy(meter: Meter, value: Any) -> Any:

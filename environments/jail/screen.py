@@ -25,7 +25,25 @@ _SPECIAL_WORDS = (
     "__hash__ __contains__ __getitem__ __setitem__ __delitem__ __call__ __enter__ __exit__ __bool__ __post_init__"
 )
 _SPECIAL = frozenset(_SPECIAL_WORDS.split())
-_SPECIAL_STORES = frozenset({"__slots__", "__match_args__", "__hash__"})
+_SPECIAL_STORES = frozenset({"__slots__", "__hash__"})
+#: Special functions that may be defined: what the interpreter calls on objects. `def __builtins__` would replace the guards.
+_METHOD_WORDS = (
+    "__new__ __del__ __post_init__ __bytes__ __format__ __missing__ __reversed__ __length_hint__ __getattr__ __getattribute__ "
+    "__setattr__ __delattr__ __get__ __set__ __delete__ __set_name__ __init_subclass__ __class_getitem__ __neg__ __pos__ "
+    "__abs__ __invert__ __complex__ __int__ __float__ __index__ __round__ __trunc__ __floor__ __ceil__ __copy__ __deepcopy__"
+)
+_OPERATOR_WORDS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_METHODS = (
+    (_SPECIAL - {"__name__", "__doc__"})
+    | frozenset(_METHOD_WORDS.split())
+    | frozenset(f"__{side}{word}__" for side in ("", "r", "i") for word in _OPERATOR_WORDS.split())
+)
+#: A method that sees every error, also the end of memory: rewritten where it is defined, and not to be put in place later.
+METHODS_ONLY = frozenset({"__exit__"})
+#: Types whose pattern may hold one other, which is matched with the whole value.
+_MATCH_ITSELF = frozenset(
+    ("bool", "bytearray", "bytes", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
+)
 _INSIDE_WORDS = (
     "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await ag_frame ag_code tb_frame tb_next f_back f_builtins "
     "f_code f_globals f_locals co_code func_globals func_code mro"
@@ -87,7 +105,8 @@ class _Rewriter(ast.NodeTransformer):
     def _check_name(self, name: object, node: ast.AST) -> None:
         if not isinstance(name, str):
             return
-        special = name.startswith("__") and name.endswith("__") and not isinstance(node, ast.FunctionDef)
+        method = isinstance(node, ast.FunctionDef) and name in _METHODS
+        special = name.startswith("__") and name.endswith("__") and not method
         stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and name in _SPECIAL_STORES
         if name.startswith(PREFIX) or (special and name != "__name__" and not stored and name != "__future__"):
             raise Screened(f"line {getattr(node, 'lineno', 0)}: the name {name} is not available")
@@ -104,8 +123,11 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
+        if node.name in METHODS_ONLY and node.decorator_list:
+            raise Screened(f"line {node.lineno}: {node.name} takes no decorators")
         entry = [_tick()] + ([ast.Expr(_guard("caught"))] if node.name == "__exit__" else [])
-        node.body, node.returns = [*entry, *node.body], None
+        start = 0 if ast.get_docstring(node, clean=False) is None else 1
+        node.body[start:start], node.returns = entry, None
         return node
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
@@ -146,6 +168,18 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         node.subject = _guard("operand", node.subject)
         return node
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> ast.AST:
+        """`case int(x)` becomes `case int() as x`: what stands by position would be looked up by the class's own names."""
+        self.generic_visit(node)
+        if not node.patterns:
+            return node
+        [inner, *more] = node.patterns
+        itself = isinstance(node.cls, ast.Name) and node.cls.id in _MATCH_ITSELF
+        if not itself or more or node.kwd_patterns or not isinstance(inner, ast.MatchAs) or inner.pattern is not None:
+            raise Screened(f"line {node.lineno}: a class pattern takes keywords; a built-in type's also one name")
+        plain = ast.copy_location(ast.MatchClass(node.cls, [], [], []), node)
+        return ast.copy_location(ast.MatchAs(plain, inner.name), node) if inner.name else plain
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -218,6 +252,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self._check_attribute(node.attr, node)
+        if node.attr in METHODS_ONLY and not isinstance(node.ctx, ast.Load):
+            raise Screened(f"line {node.lineno}: {node.attr} can only be defined as a method")
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

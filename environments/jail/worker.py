@@ -69,7 +69,7 @@ class _Program:
         self._guards = Guards(meter, self.globals)
         arithmetic = Arithmetic(meter)
         names = self._guards.names() | arithmetic.operators()
-        names["module"] = make_importer(meter, arithmetic, self.streams)
+        names["module"] = make_importer(self._guards, meter, arithmetic, self.streams)
         self.globals["__builtins__"] = make_builtins(self._guards, meter, arithmetic, self.streams) | {
             f"{PREFIX}{name}_": function for name, function in names.items()
         }

@@ -212,6 +212,28 @@ ESCAPES = [
     "import re",
     "import random",
     "import time",
+    # names that answer for themselves, and functions that look up what they are told to
+    "class S(str):\n  def startswith(self, *a): return False\ngetattr(print, S('__self__'))",
+    "class S(str):\n  def startswith(self, *a): return False\nimport operator\noperator.attrgetter(S('__self__'))(print)",
+    "class S(str): pass\nS('{0.gi_frame}').format(x for x in [1])",
+    "class S(str):\n  def f(self, *a): return super().format(*a)\nS('{0.gi_frame}').f(x for x in [1])",
+    "from functools import reduce\nreduce(str.format, ['{0.gi_frame}', (x for x in [1])])",
+    "from functools import wraps\nwraps(print, assigned=('__self__',))",
+    "from functools import partial\npartial('{}'.format).func.args",
+    # the meter, and what counts, by what a program holds of it
+    "import sys\nsys.stdout._meter",
+    "import sys\nsys.stdout._troth_meter",
+    "import copy\ncopy.copy.args",
+    "from collections import defaultdict\ndefaultdict(list).default_factory.func",
+    "@(lambda f: {})\ndef __builtins__(): pass",
+    "def __class__(self): pass",
+    # classes that nobody looked at
+    "from collections.abc import Hashable\ntype(Hashable)('X', (), {})",
+    "class A: __match_args__ = ('__dict__',)",
+    "class E(Exception): pass\nmatch E():\n  case E(x): pass",
+    "class A: pass\nA.__exit__ = lambda *a: True",
+    "class A: pass\nsetattr(A, '__exit__', lambda *a: True)",
+    "class A:\n  @(lambda f: lambda *a: True)\n  def __exit__(self, *a): pass",
 ]
 
 

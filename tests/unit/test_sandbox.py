@@ -162,6 +162,21 @@ match [1, 2, 3]:
     case [a, *rest]: print(a, rest)
 match {"k": 1, "z": 2}:
     case {"k": v, **others}: print(v, others)
+match 5:
+    case str(s): print("text", s)
+    case int(n): print("number", n)
+match True:
+    case bool(): print("truth")
+def decorate(f):
+    @functools.wraps(f)
+    def made(*a): return f(*a)
+    return made
+@decorate
+def named(x):
+    "what it does"
+    return x
+print(named.__name__, named.__doc__, named(1), functools.partial(max, 3)(4), functools.reduce(max, [1, 3, 2]))
+print(list(map("{0[0]}-{1.real}".format, ["ab"], [2])), getattr(3, "real"), [*map(functools.partial(int, base=2), ["11"])])
 sys.setrecursionlimit(10**6)
 def depth(n): return 0 if n == 0 else 1 + depth(n - 1)
 print(depth(500))
