@@ -23,6 +23,7 @@ import msgspec
 from environments.arguments import Field, read_arguments
 from environments.files import DATA, Kind, read_hash
 from environments.jail.screen import SOURCE_CHARS_MAX
+from environments.rows import decode_rows
 from environments.sandbox import FunctionCall, Outcome, ProgramRun, Sandbox
 from environments.text import (
     TEXT_FIELDS,
@@ -39,6 +40,8 @@ LINE_BYTES_MAX = 1 << 20
 ROWS_MAX = 200_000
 TESTS_MAX = 64
 DEPTH_MAX = 32
+#: Values in all tests of a file, each at most about a hundred bytes of memory beside its text.
+VALUES_MAX = 4_000_000
 RIGHT = 1_000_000
 #: Relative difference of floating-point results that are taken as equal: libraries of mathematics differ in their last bit.
 FLOAT_TOLERANCE = 1e-9
@@ -66,44 +69,38 @@ def read_rows(data: bytes) -> list[Row]:
     Raises:
         ConfigError: with the number of the line.
     """
-    decoder = msgspec.json.Decoder(Row)
-    rows: list[Row] = []
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        if len(line) > LINE_BYTES_MAX or len(rows) >= ROWS_MAX:
-            raise ConfigError(
-                f"code line {number} has {len(line)} bytes after {len(rows)} rows, limits {LINE_BYTES_MAX} and {ROWS_MAX}"
-            )
-        try:
-            row = decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"code line {number}: {error}") from None
-        _validate_row(number, row)
-        rows.append(row)
-    if not rows:
-        raise ConfigError("the code data has no rows, expected at least one")
-    return rows
+    count = _Count()
+    return decode_rows("code", data, Row, count.validate, line_bytes_max=LINE_BYTES_MAX, rows_max=ROWS_MAX)
 
 
-def _validate_row(number: int, row: Row) -> None:
-    if not 1 <= len(row.tests) <= TESTS_MAX:
-        raise ConfigError(f"code line {number} has {len(row.tests)} tests, expected 1 to {TESTS_MAX}")
-    if row.function and not row.function.isidentifier():
-        raise ConfigError(f"code line {number}: function is {row.function[:80]!r}, expected a name")
-    for given, expected in row.tests:
-        if row.function and not isinstance(given, list):
-            raise ConfigError(f"code line {number}: a test's arguments are {str(given)[:80]}, expected a list")
-        if not row.function and not (isinstance(given, str) and isinstance(expected, str)):
-            raise ConfigError(f"code line {number}: a test of a program holds {str(given)[:80]}, expected two texts")
-        for value in (given, expected):
-            if _depth(value) > DEPTH_MAX:
-                raise ConfigError(f"code line {number}: a test is nested deeper than {DEPTH_MAX}")
+class _Count:
+    """Checks rows one by one, and counts the values in all of their tests."""
 
+    def __init__(self) -> None:
+        self._values = 0
 
-def _depth(value: Any) -> int:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max((_depth(one) for one in inside), default=0)
+    def validate(self, row: Row) -> None:
+        """Raises `ConfigError`."""
+        if not 1 <= len(row.tests) <= TESTS_MAX:
+            raise ConfigError(f"{len(row.tests)} tests, expected 1 to {TESTS_MAX}")
+        if row.function and not row.function.isidentifier():
+            raise ConfigError(f"function is {row.function[:80]!r}, expected a name")
+        for given, expected in row.tests:
+            if row.function and not isinstance(given, list):
+                raise ConfigError(f"a test's arguments are {str(given)[:80]}, expected a list")
+            if not row.function and not (isinstance(given, str) and isinstance(expected, str)):
+                raise ConfigError(f"a test of a program holds {str(given)[:80]}, expected two texts")
+            self._add(given)
+            self._add(expected)
+        if self._values > VALUES_MAX:
+            raise ConfigError(f"the tests up to here hold {self._values} values, limit {VALUES_MAX}")
+
+    def _add(self, value: Any, depth: int = 1) -> None:
+        if depth > DEPTH_MAX:
+            raise ConfigError(f"a test is nested deeper than {DEPTH_MAX}")
+        self._values += 1
+        for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            self._add(inside, depth + 1)
 
 
 def extract_source(answer: str) -> str:
@@ -224,7 +221,7 @@ def read_sources(args: Mapping[str, Any]) -> list[tuple[str, bytes]]:
     _, _, options = _read(args)
     folder = Path(__file__).parent
     inside = sorted(path for path in (folder / "jail").iterdir() if path.suffix == ".py")
-    files = [Path(__file__), folder / "sandbox.py", *inside]
+    files = [Path(__file__), folder / "rows.py", folder / "sandbox.py", *inside]
     version = ".".join(platform.python_version_tuple()[:2])
     sources = [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in files]
     return [*sources, ("python", version.encode()), *read_text_sources(options)]

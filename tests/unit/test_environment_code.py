@@ -155,6 +155,14 @@ def test_rows_that_are_not_as_they_should_be(row, message):
         read_rows(json.dumps(row).encode())
 
 
+def test_the_values_of_a_file_are_bounded(monkeypatch):
+    line = json.dumps({"prompt": "x", "tests": [[[[], []], {"a": 0}]], "function": "f"}).encode() + b"\n"
+    monkeypatch.setattr("environments.code.VALUES_MAX", 10)  # a line holds five
+    assert len(read_rows(line * 2)) == 2
+    with pytest.raises(ConfigError, match="line 3: the tests up to here hold 15 values, limit 10"):
+        read_rows(line * 3)
+
+
 @pytest.mark.parametrize("data", [b"", b"\n\n", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_data_that_is_none(data):
     with pytest.raises(ConfigError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -111,6 +112,20 @@ def test_numbers_of_any_length_are_read_in_no_time():
 def test_a_line_that_is_no_row_is_named(data, says):
     with pytest.raises(ConfigError, match=says):
         read_rows(data)
+
+
+def test_a_file_costs_about_its_size_in_memory():
+    read_rows(make_lines(("a", "b")))
+    info = b'{"prompt":"a","answer":"b","info":[' + b"[]," * 80_000 + b"[]]}\n"
+    for data, rows in ((info * 10, 10), (b'{"prompt":"a","answer":"b"}' + b"\n" * 3_000_000, 1)):
+        tracemalloc.start()
+        try:
+            assert len(read_rows(data)) == rows
+            assert tracemalloc.get_traced_memory()[1] < 2 * len(data)
+        finally:
+            tracemalloc.stop()
+    with pytest.raises(ConfigError, match="more than 4000000 lines"):
+        read_rows(b"\n" * 4_000_001)
 
 
 def test_the_number_of_rows_is_bounded(monkeypatch):
