@@ -8,8 +8,9 @@ Encoding never adds tokens by itself; decoding ends at the first token that is n
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 from protocol.errors import ConfigError
@@ -40,6 +41,9 @@ _PARTS = {
     "post_processor": {"Sequence", "ByteLevel", "TemplateProcessing"},
 }
 _DEPTH_MAX = 8
+#: Parts of one component, and how many times as long its replacements may make a text, one after the other.
+COMPONENT_PARTS_MAX = 32
+GROWTH_MAX = 16
 
 
 class Codec(Protocol):
@@ -188,12 +192,14 @@ def validate_tokenizer(data: bytes) -> None:
     if model.get("dropout"):
         raise ConfigError("tokenizer.json: model.dropout is set: encoding would be random, expected null")
     for name, known in _PARTS.items():
-        for part in _walk(table.get(name)):
+        parts = list(islice(_walk(table.get(name)), COMPONENT_PARTS_MAX + 1))
+        for part in parts:
             if part.get("type") not in known:
                 raise ConfigError(
                     f"tokenizer.json: {name} is {part.get('type')!r}, expected one of {', '.join(sorted(known))}"
                 )
             _validate_part(name, part)
+        _validate_growth(name, parts)
 
 
 def _validate_part(name: str, part: dict[str, Any]) -> None:
@@ -209,3 +215,26 @@ def _validate_part(name: str, part: dict[str, Any]) -> None:
             raise ConfigError(
                 f"tokenizer.json: {name} {key} is {str(text)[:40]!r}, expected at most {REPLACEMENT_CHARS_MAX} characters"
             )
+
+
+def _validate_growth(name: str, parts: Sequence[dict[str, Any]]) -> None:
+    """Ten replacements of a letter by sixteen would make 10^12 letters of one."""
+    growth = math.prod(max(1.0, _compute_growth(part)) for part in parts)
+    if len(parts) > COMPONENT_PARTS_MAX or growth > GROWTH_MAX:
+        raise ConfigError(
+            f"tokenizer.json: {name} has {len(parts)} parts that make a text up to {growth:g} times as long, limits "
+            f"{COMPONENT_PARTS_MAX} and {GROWTH_MAX}"
+        )
+
+
+def _compute_growth(part: dict[str, Any]) -> float:
+    """How many times as long a part may make a text, in the worst case."""
+    if part["type"] == "ByteLevel":
+        return 4.0  # bytes of a character, each a character of its own
+    if part["type"] != "Replace":
+        return 1.0
+    pattern, content = part.get("pattern"), part.get("content", "")
+    found = pattern.get("String") if isinstance(pattern, dict) else None
+    if found == "":
+        return 1.0 + len(content)
+    return len(content) / (len(found) if isinstance(found, str) else 1)

@@ -225,6 +225,13 @@ def edit(path, value):
     return json.dumps(table).encode()
 
 
+GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 16}
+
+
+def chain(key, part, count):
+    return {"type": "Sequence", key: [part] * count}
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -249,6 +256,11 @@ def edit(path, value):
             "pre_tokenizer",
         ),
         (edit(["decoder"], "ByteLevel"), "no table"),
+        (edit(["normalizer"], chain("normalizers", GROW, 2)), "256 times as long"),
+        (edit(["decoder"], chain("decoders", GROW, 12)), "times as long"),
+        (edit(["normalizer"], {"type": "Replace", "pattern": {"String": ""}, "content": "b" * 16}), "17 times as long"),
+        (edit(["pre_tokenizer"], chain("pretokenizers", {"type": "ByteLevel"}, 3)), "64 times as long"),
+        (edit(["normalizer"], chain("normalizers", {"type": "NFC"}, 40)), "33 parts"),
     ],
 )
 def test_a_tokenizer_that_is_not_known_to_be_deterministic_and_bounded_is_refused(data, says):
