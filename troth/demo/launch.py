@@ -24,12 +24,16 @@ from troth.keystore import Keys, create
 WORK_FACTOR = 2**10
 STOP_SECONDS = 8.0
 NURSERY_SECONDS_MAX = 90.0
-#: Every process uses one thread: there are more processes than cores.
-THREADS = {
+#: Every process uses one thread, and no more memory than it needs: there are more processes than cores.
+THRIFT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # A role that loads model after model gives the memory of the old one back, instead of keeping it in pieces.
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
 
 
@@ -167,7 +171,7 @@ class Launcher:
 
     def environment(self) -> dict[str, str]:
         """Environment of every child."""
-        return {**os.environ, **THREADS, "TROTH_PASSWORD": self._password, "PYTHONUNBUFFERED": "1"}
+        return {**os.environ, **THRIFT, "TROTH_PASSWORD": self._password, "PYTHONUNBUFFERED": "1"}
 
     def make_keys(self, names: list[str]) -> None:
         """One keystore per participant."""
