@@ -70,9 +70,10 @@ class Delivery:
         return f"round {round_index} is committed, its bundle is {where}"
 
     async def step(self, task: Task, journal: Journal, *, may_sign: bool = True) -> None:
-        """Move every bundle on. Unless `may_sign`, no root is sent; what is on the ledger is still delivered."""
+        """Move every bundle on. Unless `may_sign`, and before the journal's first round, no root is sent; what is on the
+        ledger is still delivered."""
         for record in sorted(journal.records.values()):
-            await self._step_record(task, journal, record, may_sign)
+            await self._step_record(task, journal, record, may_sign and record.round_index >= journal.first_round)
         self._judge(task, journal)
         kept = journal.records
         self._told = {note for note in self._told if note[0] in kept}

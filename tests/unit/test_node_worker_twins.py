@@ -130,6 +130,33 @@ def _record(world, name, sequence, endpoint):
     return seal(make_key(name), domain, record)
 
 
+def test_a_bundle_that_was_never_sent_waits_too_when_its_directory_is_moved(world):
+    """Killed between bundle and root: the machine that goes on with the directory may not be the only one."""
+
+    async def scenario():
+        first = Node(world)
+        await first.run_until(get_times(world.task, 1).start)
+
+        async def die(task, record):
+            return None
+
+        first.worker._delivery.commit = die
+        while 2 not in first.worker._journal.records:
+            await first.step()
+            world.chain.advance()
+        moved = Node(world, directory=first.directory, outbox={})
+        await moved.step()
+        assert 2 in moved.worker._journal.records
+        assert moved.worker._journal.first_round > 2
+        await moved.run_until(get_times(world.task, 5).start)
+        assert 2 not in signed(moved)
+        assert signed(moved)
+        assert set(roots(world).values()) == {1}
+        assert [fields["round"] for fields in moved.texts("commit_refused")] == [2]
+
+    run(scenario())
+
+
 def test_a_node_record_of_another_machine_stops_signing_at_once(world):
     async def scenario():
         node = Node(world)
