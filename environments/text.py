@@ -30,6 +30,8 @@ REWARD_MAX = 1_000_000
 PROMPT_TOKENS_MAX = 65_536
 #: A question keeps its last characters; more cannot fit a prompt of the longest kind in any sensible tokenizer.
 QUESTION_CHARS_MAX = 4 * PROMPT_TOKENS_MAX
+#: Tokens of the prompts that are kept at hand: 1,024 of the usual longest.
+CACHED_TOKENS_MAX = 1 << 22
 TEMPLATE_CHARS_MAX = 512
 TARGETS_MAX = 64
 _HOLE = "{question}"
@@ -143,7 +145,7 @@ class TextEnvironment:
             raise ConfigError(
                 f"the template alone has {fixed} tokens: prompt_tokens_max is {options.prompt_tokens_max}, expected more"
             )
-        self._prompt = lru_cache(maxsize=1024)(self._make_prompt)
+        self._prompt = lru_cache(maxsize=max(1, CACHED_TOKENS_MAX // options.prompt_tokens_max))(self._make_prompt)
 
     @property
     def num_prompts(self) -> int:

@@ -24,6 +24,8 @@ CONFIG_BYTES_MAX = 1 << 20
 #: How far a rough count of a configuration's weights may exceed the file's before nothing is allocated for it.
 SIZE_RATIO_MAX = 4
 SIZE_FREE = 1 << 20
+#: Most layers: each takes tens of kilobytes and a millisecond to build, however small its weights are.
+LAYERS_MAX = 1024
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def read_hidden_size(folder: Path) -> int:
 def _require_size(config: Any, num_weights: int) -> None:
     """Refuse a configuration that asks for far more memory than its weights account for. Raises `Fault`."""
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    if layers > LAYERS_MAX:
+        raise Fault(f"config.json has {layers} layers, limit {LAYERS_MAX}")
     implied = int(config.vocab_size) * hidden + 4 * layers * hidden * hidden
     if min(hidden, layers) < 1 or implied > SIZE_RATIO_MAX * num_weights + SIZE_FREE:
         raise Fault(f"config.json implies about {implied} weights, the file holds {num_weights}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from inference.forward import ModuleForward
 from inference.kv_pool import KvPool
 from inference.llama import LlamaForward
 from inference.memory import compute_kv_bytes, estimate_memory
-from models.policy import read_config
+from models.policy import load_model, read_config
 from protocol.errors import Fault
 from protocol.ports import SampleRequest
 from tests.support.scenario import make_model
@@ -169,3 +170,15 @@ def test_reloading_does_not_pile_up_weights(tmp_path):
     for _ in range(3):
         engine.load(big)
     assert _anonymous_bytes() - once < 0.5 * size
+
+
+def test_a_policy_of_endless_layers_is_refused_before_they_are_built(folders, tmp_path, monkeypatch):
+    """A quarter of a million layers of width 1 have few weights, and take minutes and gigabytes to build."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folders[0] / name).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = {"hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 250_000}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *a, **k: pytest.fail("built"))
+    with pytest.raises(Fault, match=r"config\.json has 250000 layers, limit 1024"):
+        load_model(tmp_path)
