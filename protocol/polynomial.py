@@ -70,7 +70,8 @@ def commit(batch: NDArray[np.uint16], indices: NDArray[np.int64]) -> NDArray[np.
     moduli = np.array([_modulus(row) for row in indices], dtype=np.int64)
     values = np.take_along_axis(batch, indices, axis=1).astype(np.int64)
     coefficients = _interpolate(indices % moduli[:, None], values)
-    return np.concatenate([moduli[:, None], coefficients], axis=1).astype(np.uint16)
+    made: NDArray[np.uint16] = np.concatenate([moduli[:, None], coefficients], axis=1).astype(np.uint16)
+    return made
 
 
 def evaluate(
