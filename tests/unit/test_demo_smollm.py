@@ -35,7 +35,9 @@ def test_a_slower_machine_gets_longer_rounds_and_never_too_few(seconds, minutes)
     assert EPOCHS_MIN <= plan.num_epochs <= EPOCHS_MAX
     assert plan.is_default_length == (plan.num_rounds >= smollm.ROUNDS_DEFAULT)
     if EPOCHS_MIN < plan.num_epochs < EPOCHS_MAX:
-        assert minutes * 60 - plan.epoch_rounds * round_seconds < plan.seconds_ahead <= minutes * 60
+        assert minutes * 60 - plan.epoch_rounds * round_seconds < plan.seconds_ahead
+        assert plan.seconds_ahead <= minutes * 60 + plan.block_seconds
+    assert plan.start_blocks * plan.block_seconds >= smollm.START_SECONDS
     assert f"about {plan.seconds_ahead / 60:.0f} minutes" in plan.describe_pace()
 
 

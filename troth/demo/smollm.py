@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +32,8 @@ RANK, MODULES = 8, ("q_proj", "v_proj")
 
 EPOCH_ROUNDS = 4
 ROUND_BLOCKS = 30
-START_BLOCKS = 30
+#: Before round 0, in which every participant fetches the base policy: whoever has not joined by then misses an epoch.
+START_SECONDS = 180.0
 #: Blocks of a round from its start to its verdict, and of the last settlement, with claims.
 SETTLE_BLOCKS = 70
 #: One round is this many times the work of the evaluation that is measured, shared by two cores.
@@ -82,13 +84,18 @@ class SmollmPlan(Plan):
     @property
     def seconds_ahead(self) -> float:
         """What the run will take from here, in seconds."""
-        return (START_BLOCKS + self.num_rounds * ROUND_BLOCKS + SETTLE_BLOCKS) * self.block_seconds
+        return (self.start_blocks + self.num_rounds * ROUND_BLOCKS + SETTLE_BLOCKS) * self.block_seconds
+
+    @property
+    def start_blocks(self) -> int:
+        """Blocks from the task's publication to round 0."""
+        return math.ceil(START_SECONDS / self.block_seconds)
 
     def fit(self, seconds: float) -> SmollmPlan:
         """Block time and number of rounds from what the evaluation of the base policy took on this machine."""
         round_seconds = min(max(ROUND_EVALUATIONS * seconds, ROUND_SECONDS_MIN), ROUND_SECONDS_MAX)
         block_seconds = round(round_seconds / ROUND_BLOCKS, 1)
-        blocks = self.minutes * 60 / block_seconds - START_BLOCKS - SETTLE_BLOCKS
+        blocks = (self.minutes * 60 - START_SECONDS) / block_seconds - SETTLE_BLOCKS
         epochs = min(max(int(blocks // (ROUND_BLOCKS * EPOCH_ROUNDS)), EPOCHS_MIN), EPOCHS_MAX)
         default = epochs * EPOCH_ROUNDS >= ROUNDS_DEFAULT
         return dataclasses.replace(self, block_seconds=block_seconds, num_epochs=epochs, is_default_length=default)
@@ -168,7 +175,7 @@ stop_tokens = [{STOP_TOKEN}]
 deposit = {epoch_pay * plan.num_epochs + 100_003}
 
 [schedule]
-start_delay_blocks = {START_BLOCKS}
+start_delay_blocks = {plan.start_blocks}
 round_blocks = {ROUND_BLOCKS}
 epoch_rounds = {EPOCH_ROUNDS}
 num_epochs = {plan.num_epochs}
