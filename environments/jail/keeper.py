@@ -1,9 +1,12 @@
-"""The sandbox's first process: shuts itself in once, then forks one worker per request and reports how it ended.
+"""The sandbox's first process: shuts itself in once, then forks one handler per request, which forks the worker.
 
 Requests and replies are frames (4 bytes of length, big-endian) on standard input and output. The first reply says which
 layers are in place, or what is missing. A reply to a request is a line of JSON, `end` and `code`, and the worker's bytes
 behind it. The keeper trusts its requests and nothing a worker does: it reads a bounded number of bytes for a bounded
 time, then kills everything in the process namespace, whose first process it is. When its own parent is gone, so is it.
+
+The first process itself touches no request and no reply: its memory is the same before every run, so how much a worker has, and
+where things lie in it, follows from the request alone and not from what ran before.
 """
 
 from __future__ import annotations
@@ -46,9 +49,36 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     _send(json.dumps({"missing": "", "namespaces": namespaces, "fixed": _FIXED in sys.argv}).encode())
-    while True:
-        request = json.loads(_receive())
-        _send(_serve(request, base_bytes))
+    waiting = select.poll()
+    waiting.register(0, select.POLLIN)
+    while any(event & select.POLLIN for _, event in waiting.poll()):
+        pid = os.fork()
+        if pid == 0:
+            _handle(base_bytes)
+        _, status = os.waitpid(pid, 0)
+        _kill_others()
+        if status:
+            os._exit(1)
+    os._exit(0)
+
+
+def _handle(base_bytes: int) -> None:
+    """Take one request and answer it. Never returns."""
+    code = 1
+    try:
+        _send(_serve(json.loads(_receive()), base_bytes))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _kill_others() -> None:
+    """Kill and reap what is left in the namespace."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 def _serve(request: dict[str, object], base_bytes: int) -> bytes:

@@ -288,6 +288,31 @@ def test_a_busy_machine_changes_no_outcome(sandbox):
     assert [outcome.error for outcome in alone] == ["", "", "limit: steps"]
 
 
+def test_the_memory_of_a_run_does_not_depend_on_earlier_ones():
+    source = "def f(n): return len(bytearray(n))"
+    limits = Limits(steps=10**9, memory_bytes=32 << 20)
+    sandbox, other = Sandbox(limits), Sandbox(limits)
+
+    def fits(one, size):
+        [outcome] = one.run(source, [FunctionCall("f", (size,))])
+        return not outcome.error
+
+    try:
+        low, high = 0, 64 << 20
+        while high - low > 4096:
+            middle = (low + high) // 8192 * 4096
+            low, high = (middle, high) if fits(sandbox, middle) else (low, middle)
+        for turn in range(300):
+            sandbox.run(f"print('x' * {turn * 200})", [ProgramRun("y" * turn * 1000)] * 3)
+        assert fits(sandbox, low)
+        assert not fits(sandbox, high)
+        assert fits(other, low)
+        assert not fits(other, high)
+    finally:
+        sandbox.close()
+        other.close()
+
+
 def test_the_order_of_a_set_is_fixed():
     def show():
         with contextlib.closing(Sandbox(SMALL)) as one:
