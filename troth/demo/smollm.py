@@ -33,12 +33,12 @@ RANK, MODULES = 8, ("q_proj", "v_proj")
 EPOCH_ROUNDS = 4
 ROUND_BLOCKS = 30
 #: Before round 0, in which every participant fetches the base policy: whoever has not joined by then misses an epoch.
-START_SECONDS = 180.0
+START_SECONDS = 120.0
 #: Blocks of a round from its start to its verdict, and of the last settlement, with claims.
 SETTLE_BLOCKS = 70
 #: One round is this many times the work of the evaluation that is measured, shared by two cores.
-ROUND_EVALUATIONS = 1.2
-ROUND_SECONDS_MIN, ROUND_SECONDS_MAX = 45.0, 240.0
+ROUND_EVALUATIONS = 1.5
+ROUND_SECONDS_MIN, ROUND_SECONDS_MAX = 75.0, 240.0
 EPOCHS_MIN, EPOCHS_MAX = 2, 6
 #: Rounds from which on the reward has to have grown.
 ROUNDS_DEFAULT = 12
@@ -182,7 +182,7 @@ num_epochs = {plan.num_epochs}
 commit_blocks = 14
 receipt_blocks = 5
 finality_blocks = 1
-verdict_commit_blocks = 14
+verdict_commit_blocks = 20
 verdict_reveal_blocks = 5
 
 [economics]
