@@ -6,12 +6,14 @@ import hashlib
 import json
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import environments
+from environments import math_worker
 from environments.dataset import ROWS_MAX, DataSet, Row, read_number, read_rows
 from environments.grader_process import GraderProcess
 from environments.math_answer import MathGrader, find_answer, screen
@@ -251,6 +253,23 @@ for line in sys.stdin:
         sys.exit(0)
     print({"flood": "x" * 200_000, "nonsense": "[]"}.get(what, '{"right": true}'), flush=True)
 """
+
+
+def test_a_grader_whose_package_does_not_work_gives_no_verdicts(tmp_path):
+    """Public symptom: a missing dependency, and every answer is wrong."""
+    (tmp_path / "math_verify.py").write_text(
+        "class LatexExtractionConfig: pass\nclass ExprExtractionConfig: pass\nverify = None\n"
+        "def parse(*args, **options): import absent_dependency\n"
+    )
+    script = tmp_path / "math_worker.py"
+    source = Path(math_worker.__file__).read_text()
+    script.write_text(source.replace("import sys\n", f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n", 1))
+    process = GraderProcess(script)
+    try:
+        with pytest.raises(Fault):
+            process.ask({"gold": "$1$", "answer": "$1$"})
+    finally:
+        process.close()
 
 
 def test_a_grader_that_hangs_dies_or_babbles_is_a_fault_and_starts_again(tmp_path):
