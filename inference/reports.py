@@ -71,10 +71,12 @@ async def explain_round(
 def describe_finding(task: bytes, round_index: int, finding: Finding) -> dict[str, object]:
     """A finding as its node reads it: the rule, what was observed, the limit, where, and the command that shows it again.
 
-    The text is a stranger's: it is cut, and a finding whose text is not in the usual form keeps it whole.
+    The text is a stranger's, and is shown on terminals: it is cut, and characters that do not print become question marks. A
+    finding whose text is not in the usual form keeps it whole.
     """
     known = finding.reason in list(Reason)
     text, where = finding.text[:TEXT_CHARS_MAX], list(finding.where)[:4]
+    text = "".join(character if character.isprintable() else "?" for character in text)
     observed = _OBSERVED.search(text)
     limit = _LIMIT.search(text)
     slot, sample = (*where, 0, 0)[:2]

@@ -202,6 +202,8 @@ def validate(model: type[S], table: Mapping[str, Any], source: str) -> S:
                 near = difflib.get_close_matches(key, _known_keys(model), n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(model.model_fields))}"
                 lines.append(f"unknown key {key}: {hint}")
+            elif problem["type"] == "missing":
+                lines.append(f"{key} is missing")
             else:
                 lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None

@@ -416,6 +416,8 @@ def test_numbers_are_read_out_of_a_finding(text, observed, limit):
     assert found["reproduce"].endswith("/7/0x" + "00" * 20 + "/1/0")
     assert len(found["text"]) <= 2000
     assert describe_finding(bytes(32), 7, Finding(bytes(20), 999, "x", ()))["reason"] == "999"
+    hostile = describe_finding(bytes(32), 7, Finding(bytes(20), 14, "\x1b]0;x\x07ä; observed \x1b[2J; limit 1\n", ()))
+    assert (hostile["text"], hostile["observed"]) == ("?]0;x?ä; observed ?[2J; limit 1?", "?[2J")
 
 
 def _flip(world, key, data):

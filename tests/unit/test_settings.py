@@ -118,6 +118,7 @@ def test_an_adapter_table_becomes_canonical_terms(tmp_path):
         ("[escrow]", "[adapter]\nmodules = ['q_proj']\n[escrow]", "adapter.rank is 0 (whole policies) but"),
         ("ab" * 32, "ab" * 31, "base_policy is 'abab"),
         ("0x" + "cd" * 20, "0xcd", "trainer is '0xcd', expected 20 bytes of hex"),
+        ('trainer = "0x' + "cd" * 20 + '"', "", "task.toml: trainer is missing"),
     ],
 )
 def test_mistakes_in_a_task_are_named(tmp_path, old, new, hint):
