@@ -171,7 +171,10 @@ def _walk(part: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
         raise ConfigError("tokenizer.json: a component is no table, or nested too deep")
     yield part
     for name in ("normalizers", "pretokenizers", "decoders", "processors"):
-        for inner in part.get(name, ()):
+        inside = part.get(name, [])
+        if not isinstance(inside, list):
+            raise ConfigError(f"tokenizer.json: {name} is {str(inside)[:80]!r}, expected a list")
+        for inner in inside:
             yield from _walk(inner, depth + 1)
 
 
@@ -194,7 +197,7 @@ def validate_tokenizer(data: bytes) -> None:
     for name, known in _PARTS.items():
         parts = list(islice(_walk(table.get(name)), COMPONENT_PARTS_MAX + 1))
         for part in parts:
-            if part.get("type") not in known:
+            if str(part.get("type")) not in known:
                 raise ConfigError(
                     f"tokenizer.json: {name} is {part.get('type')!r}, expected one of {', '.join(sorted(known))}"
                 )

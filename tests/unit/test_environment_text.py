@@ -256,6 +256,8 @@ def chain(key, part, count):
             "pre_tokenizer",
         ),
         (edit(["decoder"], "ByteLevel"), "no table"),
+        (edit(["normalizer"], {"type": "Sequence", "normalizers": 5}), "expected a list"),
+        (edit(["normalizer"], {"type": ["NFC"]}), "expected one of"),
         (edit(["normalizer"], chain("normalizers", GROW, 2)), "256 times as long"),
         (edit(["decoder"], chain("decoders", GROW, 12)), "times as long"),
         (edit(["normalizer"], {"type": "Replace", "pattern": {"String": ""}, "content": "b" * 16}), "17 times as long"),
