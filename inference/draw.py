@@ -70,7 +70,9 @@ class ReplayableDraw:
         """See `Draw`."""
         host = logits.float().cpu().numpy()
         # A sum is finite only if every term is, and costs a fraction of looking at each.
-        if not np.isfinite(host.sum()) and not np.isfinite(host).all():
+        with np.errstate(invalid="ignore"):
+            total = host.sum()
+        if not np.isfinite(total) and not np.isfinite(host).all():
             raise Fault("the policy gives logits that are not finite: nothing can be sampled from it")
         vocab = _limit(host.shape[1], self._vocab_size)
         if vocab <= AHEAD_VOCAB_MAX:

@@ -8,7 +8,9 @@ that keeps the indices distinct; it only folds indices, the field prime is alway
 
 Deviations from the reference library: ties go to the lowest flat index, a sign that differs counts as a mismatch,
 non-finite activations are refused on both sides, and the parser refuses everything that is not exactly well-formed.
-k is min(k, rows * hidden) in a short chunk. The numbers themselves are made in protocol.polynomial.
+k is min(k, rows * hidden) in a short chunk. Such a chunk can commit to entries so near zero that honest rounding changes all
+of their bits; entries below 2^-10 of the chunk's largest, by the verifier's own exponents, are not compared.
+The numbers themselves are made in protocol.polynomial.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from protocol.errors import Reason, Reject
 from protocol.polynomial import PRIME, commit, evaluate, find_top
 
 _EXPONENT = np.uint16(0x7F80)
+#: Binary orders of magnitude below the chunk's largest entry within which entries are compared. In fp32 the noise of a state
+#: is about 2^-20 of its largest entry, so an entry this small is still good to a bf16 ulp (2^-8 of itself).
+_ORDERS = 10
 
 
 class ChunkMatch(NamedTuple):
@@ -33,7 +38,7 @@ class ChunkMatch(NamedTuple):
         exponent_mismatches: entries whose exponent alone differs (what the published check counts).
         mantissa_mean: mean absolute mantissa difference (7-bit ulps) over entries whose exponents agree; inf if none.
         mantissa_median: median of the same (the upper one of an even count, as in the reference).
-        size: number of entries compared.
+        size: number of entries compared: those not too small beside the largest.
     """
 
     mismatches: int
@@ -150,6 +155,9 @@ def validate_format(
 
 def _compare(mine: NDArray[np.uint16], theirs: NDArray[np.uint16]) -> ChunkMatch:
     """Compare bit patterns entry by entry; both uint16 [k]."""
+    orders = (mine & _EXPONENT) >> 7
+    large = orders + _ORDERS >= orders.max()
+    mine, theirs = mine[large], theirs[large]
     exponents = (mine & _EXPONENT) == (theirs & _EXPONENT)
     signs = (mine >> 15) == (theirs >> 15)
     mantissa = np.abs((mine & 0x7F).astype(np.int64) - (theirs & 0x7F).astype(np.int64))[exponents]

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from transformers import DynamicCache
 
 import environments
 from inference.engine import TorchEngine
 from inference.rollouts import make_bundle
+from models.policy import load_model
 from protocol.assignment import compute_prompt_index, compute_sample_key
 from protocol.checks import Assignment, get_assignment
 from protocol.codec import encode, tagged_hash
@@ -94,6 +94,7 @@ class Court:
         self._key_of = {account: make_key(one) for account, one in zip(self.accounts, self.names, strict=True)}
         self.task_id = make_account(name).ljust(32, b"\1")
         self._engines: dict[Path, TorchEngine] = {}
+        self._model: Any = None
         self._honest: dict[int, dict[bytes, Bundle]] = {}
         self.scorer = TorchScorer(vocab_size=self.environment.vocab_size)
         self.scorer.load(self.policy)
@@ -290,7 +291,7 @@ class Court:
 
     def positions(self, bundle: Bundle, *, start: int = 0) -> Iterator[tuple[int, int, int, NDArray[np.float64]]]:
         """Slot, sample, position and sampling scores [vocabulary] of every token of a bundle from position `start` on, by
-        an engine's logits: independent of the verifier's prefill."""
+        logits of its own: independent of the verifier's prefill."""
         assignment, temperature = self.assignment(bundle.account, bundle.round), self._temperature
         for group in bundle.groups:
             prompt = self.environment.prompt(group.prompt_index)
@@ -307,11 +308,11 @@ class Court:
         return [float(z.max() - z[token]) for token, (*_, z) in zip(tokens, self.positions(bundle), strict=True)]
 
     def _logits(self, tokens: tuple[int, ...]) -> NDArray[np.float32]:
-        inputs = torch.tensor([tokens])
+        """float32 [1, vocabulary] behind a sequence, by the model as transformers runs it."""
+        if self._model is None:
+            self._model = load_model(self.policy)
         with torch.inference_mode():
-            logits, _ = self.engine(self.policy).forward(
-                inputs, None, torch.arange(inputs.shape[1])[None], DynamicCache()
-            )
+            logits: NDArray[np.float32] = self._model(input_ids=torch.tensor([tokens])).logits[:, -1].numpy()
         return logits
 
     # Submitting

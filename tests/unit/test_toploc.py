@@ -49,6 +49,19 @@ def test_ties_go_to_the_lowest_index():
     assert coefficients.tolist() == [0x3F80, 0, 0]
 
 
+@pytest.mark.parametrize(("value", "compared"), [(-2.25e-6, 63), (2.0**-11, 63), (2.0**-10, 64), (-0.5, 64)])
+def test_entries_that_are_zero_but_for_rounding_are_not_compared(value, compared):
+    """All 64 entries of a short chunk are committed to; one that is noise must not refuse an honest state."""
+    mine = np.linspace(1.0, 1.9, 64, dtype=np.float32)[None]
+    mine[0, 4] = value
+    theirs = mine.copy()
+    theirs[0, 4] *= 1.3
+    [proofs] = build_proofs([to_bf16_bits(theirs)], topk=64, chunk=2)
+    [[match]] = match_proofs([to_bf16_bits(mine)], [proofs], topk=64, chunk=2, modulus_min=32769)
+    assert match.size == compared
+    assert (match.mantissa_mean > 0) == (compared == 64)
+
+
 @pytest.mark.parametrize("pattern", [0x7F80, 0xFF80, 0x7FC0])
 def test_non_finite_activations_are_never_committed(pattern):
     bits = np.full((2, 8), 0x3F80, dtype=np.uint16)
