@@ -36,6 +36,9 @@ ENTRIES = {
     "verifiers": "environments.verifiers_adapter",
 }
 
+#: Entries whose arguments can ask for any amount of work; see `is_open_ended`.
+_OPEN_ENDED = {"reasoning_gym"}
+
 #: Longest arguments, in characters (the same limit as in a task).
 ARGS_CHARS_MAX = 1024
 
@@ -105,6 +108,17 @@ def _list_files(spec: EnvironmentSpec) -> dict[str, Kind]:
 def needs_files(spec: EnvironmentSpec) -> list[str]:
     """SHA-256, in hex, of the files an environment cannot be made without. Raises `ConfigError` like `content_hash`."""
     return sorted(_list_files(spec))
+
+
+def is_open_ended(spec: EnvironmentSpec) -> bool:
+    """Whether arguments can ask for any amount of work: such an environment is tried in a process of its own before a
+    participant serves a stranger's task."""
+    return spec.entry in _OPEN_ENDED
+
+
+def require_files(spec: EnvironmentSpec, folders: Iterable[Path]) -> None:
+    """Check that an environment's files are there. Raises like `load`, whose other work is left out."""
+    find_files(_list_files(spec), folders)
 
 
 def load(spec: EnvironmentSpec, folders: Iterable[Path] = ()) -> Environment:

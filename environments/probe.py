@@ -231,6 +231,8 @@ def main() -> None:
     import environments
 
     request = json.load(sys.stdin)
+    if request["address_bytes_max"]:
+        resource.setrlimit(resource.RLIMIT_AS, (request["address_bytes_max"],) * 2)
     watch = Watch()
     start = time.perf_counter()
     spec = EnvironmentSpec(request["entry"], request["args"], bytes.fromhex(request["content_hash"]))
@@ -244,6 +246,8 @@ def main() -> None:
         json.dump({**found, **sizes}, replies)
     except (ConfigError, Fault) as error:
         json.dump({"error": str(error)}, replies)
+    except MemoryError:
+        json.dump({"error": "it needs more memory than it may have"}, replies)
 
 
 def choose_indices(num_prompts: int, count: int) -> list[int]:

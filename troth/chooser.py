@@ -85,7 +85,9 @@ class Chooser:
             return self._environments.get(task, policies, {})
         found = self._environments.get(task, operator.policies, operator.policies.misfits)
         if found is None:
-            operator.status.set(Condition("idle", "files of the task's environment are being fetched", "they are here"))
+            operator.status.set(
+                Condition("idle", "the task's environment is being made, or its files fetched", "it is here")
+            )
         return found
 
     async def _drop_misfit(self) -> None:

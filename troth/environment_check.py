@@ -32,6 +32,8 @@ PROBE_S_MAX = 600.0
 REPLY_BYTES_MAX = 1 << 28
 #: What the quick check looks at.
 QUICK_PROMPTS, QUICK_TOKENS = 3, 512
+#: What a participant looks at before it serves a stranger's task, the longest time it waits, and the address space of the try.
+TRY_PROMPTS, TRY_TOKENS, TRY_S_MAX, TRY_BYTES_MAX = 2, 64, 60.0, 8 << 30
 
 _CIRCUMSTANCES = (
     {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": "/nonexistent"},
@@ -67,14 +69,7 @@ def check_environment(
     Raises:
         ConfigError: when it cannot be made at all.
     """
-    request = {
-        "entry": spec.entry,
-        "args": spec.args,
-        "content_hash": spec.content_hash.hex(),
-        "folders": [str(Path(folder).absolute()) for folder in folders],
-        "prompts": num_prompts,
-        "max_tokens": max_tokens,
-    }
+    request = _make_request(spec, folders, num_prompts, max_tokens)
     with ThreadPoolExecutor(len(_CIRCUMSTANCES)) as pool:
         first, second = pool.map(_probe, [{**request, "reversed": last} for last in (False, True)], _CIRCUMSTANCES)
     for found in (first, second):
@@ -83,7 +78,22 @@ def check_environment(
     return judge(first, second, max_tokens)
 
 
-def _probe(request: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+def _make_request(
+    spec: EnvironmentSpec, folders: Iterable[Path], num_prompts: int, max_tokens: int, address_bytes_max: int = 0
+) -> dict[str, Any]:
+    return {
+        "entry": spec.entry,
+        "args": spec.args,
+        "content_hash": spec.content_hash.hex(),
+        "folders": [str(Path(folder).absolute()) for folder in folders],
+        "prompts": num_prompts,
+        "max_tokens": max_tokens,
+        "address_bytes_max": address_bytes_max,
+    }
+
+
+def _probe(request: dict[str, Any], variables: dict[str, str], seconds_max: float | None = None) -> dict[str, Any]:
+    seconds_max = PROBE_S_MAX if seconds_max is None else seconds_max
     environment = {"PATH": os.environ.get("PATH", ""), "OMP_NUM_THREADS": "1", **variables}
     with tempfile.TemporaryDirectory(prefix="troth-check-") as folder:
         try:
@@ -91,14 +101,14 @@ def _probe(request: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]
                 [sys.executable, "-P", "-c", _BOOT, _ROOT],
                 input=json.dumps(request).encode(),
                 capture_output=True,
-                timeout=PROBE_S_MAX,
+                timeout=seconds_max,
                 env={**environment, "TMPDIR": folder},
                 cwd=folder,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"environment {request['entry']} was not done with {request['prompts']} prompts in {PROBE_S_MAX:g} s: "
+                f"environment {request['entry']} was not done with {request['prompts']} prompts in {seconds_max:g} s: "
                 "it, or one of its completions, hangs"
             ) from None
     try:
@@ -217,6 +227,18 @@ def require_sound(spec: EnvironmentSpec, folders: Iterable[Path], *, max_tokens:
             f"environment {spec.entry} is not fit to be published: {'; '.join(failed)}; see `troth env check`, or publish with "
             "--no-check if you know better than the nodes that will refuse to work"
         )
+
+
+def require_bounded(spec: EnvironmentSpec, folders: Iterable[Path], *, seconds_max: float = TRY_S_MAX) -> None:
+    """Try a stranger's environment in a process of its own, so that one that hangs or fills the memory stops nobody.
+
+    Raises:
+        ConfigError: when it does not make and reward some prompts in time, or cannot be made.
+    """
+    request = _make_request(spec, folders, TRY_PROMPTS, TRY_TOKENS, TRY_BYTES_MAX)
+    found = _probe({**request, "reversed": False}, _CIRCUMSTANCES[0], seconds_max)
+    if "error" in found:
+        raise ConfigError(f"environment {spec.entry} cannot be used: {found['error']}")
 
 
 def sample_environment(

@@ -1,6 +1,7 @@
-"""A task's environment where it needs files: they come with the base policy, which is fetched first.
+"""A task's environment where it needs files, which come with the base policy, or where arguments can ask for any amount of
+work, so that it is tried in a process of its own first.
 
-Fetching takes as long as it takes, and a participant has a ledger to follow meanwhile: `EnvironmentFinder` does it in the
+Both take as long as they take, and a participant has a ledger to follow meanwhile: `EnvironmentFinder` does them in the
 background and says so. Files that are in the participant's own folders (`environment_folders`) are not waited for.
 """
 
@@ -16,6 +17,8 @@ from environments.files import MissingFile
 from protocol.errors import ConfigError, Fault
 from protocol.ledger.state import Task
 from protocol.ports import Environment, PolicyStore
+from protocol.task import Environment as EnvironmentSpec
+from troth.environment_check import require_bounded
 
 #: After a base policy could not be had, the task is left alone for so long, and others have their turn.
 RETRY_SECONDS = 30.0
@@ -23,21 +26,33 @@ RETRY_SECONDS = 30.0
 Events = Callable[[str, dict[str, object]], None]
 
 
-async def load_environment(task: Task, policies: PolicyStore, folders: Iterable[Path]) -> Environment:
+def _load_tried(spec: EnvironmentSpec, folders: Iterable[Path]) -> Environment:
+    """An environment, once a try of it came to an end."""
+    environments.require_files(spec, folders)
+    if environments.is_open_ended(spec):
+        require_bounded(spec, folders)
+    return environments.load(spec, folders)
+
+
+async def load_environment(
+    task: Task, policies: PolicyStore, folders: Iterable[Path], *, tried: bool = False
+) -> Environment:
     """A task's environment, its files from `folders` or else from the base policy.
+
+    Args:
+        tried: try one that is open-ended in a process of its own first.
 
     Raises:
         ConfigError: when it is not installed, or its files are not in the base policy either.
         Fault: when the base policy cannot be had.
     """
     spec, folders = task.spec.environment, [*folders]
-    if not environments.needs_files(spec):
-        return environments.load(spec)
+    load = _load_tried if tried else environments.load
     try:
-        return await asyncio.to_thread(environments.load, spec, folders)
+        return await asyncio.to_thread(load, spec, folders)
     except MissingFile:
         base = await policies.fetch(task.task, 0)
-        return await asyncio.to_thread(environments.load, spec, [*folders, base])
+        return await asyncio.to_thread(load, spec, [*folders, base])
 
 
 class EnvironmentFinder:
@@ -59,22 +74,22 @@ class EnvironmentFinder:
         return time.monotonic() < self._retry_at.get(task.task, 0.0)
 
     def get(self, task: Task, policies: PolicyStore, misfits: Mapping[bytes, str]) -> Environment | None:
-        """The environment; None while its files are being fetched.
+        """The environment; None while it is tried or its files are being fetched.
 
         Args:
             misfits: tasks whose policies do not fit on this machine, with the reason, as `policies` fills it.
 
         Raises:
-            ConfigError: when it is not installed, its files are nowhere, or the base policy does not fit.
+            ConfigError: when it is not installed, hangs, its files are nowhere, or the base policy does not fit.
             Fault: when the base policy cannot be had at present.
         """
         spec = task.spec.environment
-        if not environments.needs_files(spec):
+        if not environments.needs_files(spec) and not environments.is_open_ended(spec):
             return environments.load(spec)
         running = self._pending.get(task.task)
         if running is None:
-            self._pending[task.task] = asyncio.create_task(load_environment(task, policies, self._folders))
-            self._say(task, f"the files of environment {spec.entry} are looked for, in the base policy if need be")
+            self._pending[task.task] = asyncio.create_task(load_environment(task, policies, self._folders, tried=True))
+            self._say(task, f"environment {spec.entry} is made, with files from the base policy if need be")
             return None
         if not running.done():
             return None

@@ -15,6 +15,7 @@ import troth.environment_files as module
 from protocol.errors import ConfigError, Fault
 from protocol.task import Environment as EnvironmentSpec
 from tests.support.tokenizer import make_tokenizer_json
+from troth.environment_check import require_bounded
 from troth.environment_files import EnvironmentFinder, load_environment
 
 TOKENIZER = make_tokenizer_json()
@@ -26,7 +27,11 @@ def make_task(**more):
     return SimpleNamespace(task=b"t" * 32, spec=SimpleNamespace(environment=spec))
 
 
-PLAIN = make_task()
+def make_sort_task():
+    spec = EnvironmentSpec("sort", "{}", environments.content_hash("sort", "{}"))
+    return SimpleNamespace(task=b"s" * 32, spec=SimpleNamespace(environment=spec))
+
+
 NEEDY = make_task(tokenizer=hashlib.sha256(TOKENIZER).hexdigest())
 
 
@@ -45,7 +50,7 @@ class Policies:
 
 
 def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario, 20))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def settle(finder, task, policies, misfits=None):
@@ -59,7 +64,7 @@ def test_an_environment_without_files_is_there_at_once():
     async def scenario():
         policies, said = Policies(None), []
         finder = EnvironmentFinder([], lambda kind, fields: said.append(kind))
-        assert finder.get(PLAIN, policies, {}).vocab_size == 257
+        assert finder.get(make_sort_task(), policies, {}).vocab_size == 32
         assert (policies.asked, said) == ([], [])
 
     run(scenario())
@@ -132,5 +137,37 @@ def test_a_policy_that_does_not_fit_on_this_machine_refuses_the_task():
             await settle(
                 EnvironmentFinder([], lambda kind, fields: None), NEEDY, policies, {b"t" * 32: "needs 900 GiB"}
             )
+
+    run(scenario())
+
+
+def test_a_task_cannot_stall_a_participant_with_options_of_a_set(monkeypatch):
+    """30 million terms make no prompt in any sensible time: the task is refused, and the loop goes on meanwhile."""
+    limit = lambda spec, folders: require_bounded(spec, folders, seconds_max=8)  # noqa: E731
+    monkeypatch.setattr(module, "require_bounded", limit)
+    heavy = make_task(dataset="chain_sum", config={"max_terms": 30_000_000, "min_terms": 30_000_000})
+
+    async def scenario():
+        finder, turns, beats = EnvironmentFinder([], lambda kind, fields: None), 0, asyncio.Event()
+
+        async def beat():
+            nonlocal turns
+            while not beats.is_set():
+                turns += 1
+                await asyncio.sleep(0.01)
+
+        beating = asyncio.create_task(beat())
+        with pytest.raises(ConfigError, match=r"hangs|more memory"):
+            await settle(finder, heavy, Policies(None))
+        beats.set()
+        await beating
+        assert turns > 50
+
+    run(scenario())
+
+
+def test_a_set_without_files_is_tried_and_made():
+    async def scenario():
+        assert (await settle(EnvironmentFinder([], lambda *_: None), make_task(), Policies(None))).vocab_size == 257
 
     run(scenario())
