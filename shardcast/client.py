@@ -2,7 +2,8 @@
 
 Every wait has a deadline. An answer that is not what was asked for is a `Reject` against its sender; an answer that came
 too late is counted as wasted and dropped. A connection that missed a deadline is not used again: the next request opens
-a new one, so nothing queued for a dead peer is sent to its successor.
+a new one, so nothing queued for a dead peer is sent to its successor. A connection that is lost while an answer is awaited
+counts as a missed deadline at once: a peer that was restarted costs its clients a moment, not the whole deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _MONITORED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
 )
+#: How often somebody who waits looks whether the connection is lost, in seconds.
+_LOOK_S = 0.5
 
 A = TypeVar("A", bound=wire.Answer)
 
@@ -75,6 +79,9 @@ class Connection:
         self._credits = asyncio.Semaphore(CREDITS)
         socket = open_client(context, secret, address.endpoint, address.curve_key)
         self._monitor = socket.get_monitor_socket(_MONITORED)
+        self._said = 0
+        self._connected = False
+        self._losses = 0
         self._pump = Pump(
             socket, self._on_message, frames_max=wire.CLIENT_FRAMES_MAX, on_overlong=lambda frames: self._malformed()
         )
@@ -130,18 +137,33 @@ class Connection:
             raise wire.PeerTimeout(f"{self.address.endpoint} takes no more messages{self._diagnosis()}")
 
     async def _receive(self, request_id: int) -> tuple[wire.Answer, zmq.Frame | None]:
+        self._look()
+        losses = self._losses
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer, payload = await self._pending[request_id].get()
+                answer, payload = await self._await_answer(request_id, losses)
         except TimeoutError:
-            self.stale = True
-            self._traffic.metrics["timeouts"] += 1
-            raise wire.PeerTimeout(
-                f"{self.address.endpoint} did not answer within {self._timeout_s} s{self._diagnosis()}"
-            ) from None
+            raise self._give_up(f"did not answer within {self._timeout_s} s") from None
         if isinstance(answer, wire.Failed):
             raise wire.to_error(answer)
         return answer, payload
+
+    async def _await_answer(self, request_id: int, losses: int) -> tuple[wire.Answer, zmq.Frame | None]:
+        """The next answer, waited for until the connection is lost more often than `losses` times."""
+        queue = self._pending[request_id]
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    return await queue.get()
+            except TimeoutError:
+                self._look()
+                if self._losses > losses:
+                    raise self._give_up("closed the connection before it answered") from None
+
+    def _give_up(self, what: str) -> wire.PeerTimeout:
+        self.stale = True
+        self._traffic.metrics["timeouts"] += 1
+        return wire.PeerTimeout(f"{self.address.endpoint} {what}{self._diagnosis()}")
 
     async def _ask(self, message: wire.Request, kind: type[A]) -> tuple[A, zmq.Frame | None]:
         self._send(message)
@@ -153,15 +175,22 @@ class Connection:
     def _lie(self, what: str, *, observed: object = "", limit: object = "") -> Reject:
         return Reject(Reason.SHARD, f"{self.address.endpoint} {what}", observed=observed, limit=limit)
 
+    def _look(self) -> None:
+        """Take in what libzmq says about the connection. One that never stood is not lost: libzmq goes on trying."""
+        while not self._socket.closed and self._monitor.poll(0):
+            event = int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
+            if event != zmq.EVENT_DISCONNECTED:
+                self._said, self._connected = event, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            elif self._connected:
+                self._connected = False
+                self._losses += 1
+
     def _diagnosis(self) -> str:
         """What libzmq last said about the handshake."""
-        last = 0
-        while not self._socket.closed and self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            last = int(event["event"])
-        if last == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        self._look()
+        if self._said == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return ": it does not admit our key; register, or ask its operator"
-        if last in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+        if self._said in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
             return ": handshake failed; check that the address and the CURVE key belong together"
         return ""
 
@@ -230,6 +259,8 @@ class Connection:
         """
         view = memoryview(data)
         async with self._put_lock, self._request() as request_id:
+            if self.stale:  # while we waited for our turn: the next attempt gets a connection of its own
+                raise self._give_up("answered nobody on this connection any more")
             self._send(wire.Put(request_id, key, sha256(data), len(data)))
             sent = 0
             while True:

@@ -225,6 +225,32 @@ def test_letters_arrive_and_are_explained(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_request_to_a_peer_that_dies_ends_with_the_connection(tmp_path: Path) -> None:
+    """A relay that is killed with a letter in its hands must not hold up the next letters until the deadline."""
+    (tmp_path / "1").mkdir()
+    process, address = spawn_server(tmp_path / "1", 1)
+
+    async def run() -> None:
+        with ShardStore(tmp_path / "node") as store:
+            async with make_peer(store, 9, listen=False, request_timeout_s=300.0) as node:
+                await node.put(address, b"k" * 32, b"letter")
+                process.send_signal(signal.SIGSTOP)
+                jobs = [asyncio.create_task(node.put(address, bytes([i]) * 32, b"letter")) for i in range(2)]
+                await asyncio.sleep(0.2)
+                assert not any(job.done() for job in jobs)
+                process.kill()
+                async with asyncio.timeout(30):
+                    said = await asyncio.gather(*jobs, return_exceptions=True)
+                assert all(isinstance(error, Fault) for error in said)
+                assert "closed the connection before it answered" in str(said[0])
+
+    try:
+        asyncio.run(run())
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_peer_without_a_mailbox_says_so(tmp_path: Path) -> None:
     async def run() -> None:
         with ShardStore(tmp_path / "a") as a, ShardStore(tmp_path / "b") as b:
