@@ -34,6 +34,8 @@ SIZE_MAX = 10_000_000
 
 #: Longest run of digits in an answer that a scorer sees. Some compute with what they find, and no honest answer is longer.
 DIGITS_MAX = 100
+#: Deepest nesting of brackets in an answer that a scorer sees. How deep a parser follows depends on the process.
+NESTING_MAX = 32
 
 _EVALUATES = "its scorer evaluates the answer as Python code"
 _HASHES = "its questions or known answers depend on the process's hash seed"
@@ -116,15 +118,27 @@ class ReasoningGym:
     def grade(self, index: int, answer: str) -> int:
         """`score_answer`. Raises `Fault` when it fails or gives no finite number.
 
-        An answer with a longer run of digits than `DIGITS_MAX` counts as an empty one.
+        An answer with a longer run of digits than `DIGITS_MAX`, or nested deeper than `NESTING_MAX`, counts as an empty one.
         """
         entry = self._entry(index)
-        answer = "" if _LONG_NUMBER.search(answer) else answer
+        answer = "" if _LONG_NUMBER.search(answer) or _count_nesting(answer) > NESTING_MAX else answer
         try:
             score = float(self.dataset.score_answer(answer, entry))
         except Exception as error:  # as above
             raise Fault(f"reasoning_gym {self._name} cannot score entry {index}: {error!r}") from error
         return to_micro(f"reasoning_gym {self._name} entry {index}", score)
+
+
+def _count_nesting(text: str) -> int:
+    """Most brackets of any kind that are open at once, closed ones of any kind counting as theirs."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(depth - 1, 0)
+    return deepest
 
 
 def _create(dataset: str, seed: int, size: int, config: Mapping[str, Any]) -> Any:

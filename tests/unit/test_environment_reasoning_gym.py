@@ -167,3 +167,17 @@ def test_options_that_name_files_are_refused():
     args = '{"config":{"data_file":"/etc/passwd"},"dataset":"spell_backward"}'
     with pytest.raises(ConfigError, match="cannot read this machine's files"):
         environments.load(EnvironmentSpec("reasoning_gym", args, bytes(32)))
+
+
+def test_how_deep_a_process_may_recurse_decides_no_reward():
+    """Libraries raise the recursion limit of a process; a set that reads JSON would then follow a deeper answer."""
+    questions = ReasoningGym("graph_color", seed=11, size=1000, config={})
+    assert questions.grade(900, "[" * 32 + "]" * 32) == 10_000
+    limit = sys.getrecursionlimit()
+    for raised in (limit, 20_000):
+        try:
+            sys.setrecursionlimit(raised)
+            assert questions.grade(900, "[" * 900 + "]" * 900) == 0
+            assert questions.grade(900, "[" * 3000 + "]" * 3000) == 0
+        finally:
+            sys.setrecursionlimit(limit)
