@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
@@ -410,7 +411,7 @@ def test_calls_of_two_kinds_or_too_many_are_refused(sandbox):
             sandbox.run("", calls)
 
 
-def test_a_user_without_rights_can_use_it(tmp_path, monkeypatch):
+def test_a_user_without_rights_can_use_it(monkeypatch, request):
     """The keeper started as nobody, which takes a user namespace, from a copy that nobody may read."""
     if os.geteuid() != 0:
         pytest.skip("not root: the rest of this module shows it")
@@ -418,11 +419,11 @@ def test_a_user_without_rights_can_use_it(tmp_path, monkeypatch):
     readers = [one for one in (sys.executable, "/usr/bin/python3.11", "/usr/bin/python3") if can_run(one, nobody)]
     if not readers:
         pytest.skip("no Python here can be run by another user")
-    folder = tmp_path / "environments"
+    folder = Path(tempfile.mkdtemp(prefix="troth-sandbox-"))  # the runner's own folders are closed to other users
+    request.addfinalizer(lambda: shutil.rmtree(folder))
     shutil.copytree(Path(sandbox_module.__file__).parent / "jail", folder / "jail")
-    for path in (*tmp_path.parents, tmp_path, folder, folder / "jail"):
-        if path.is_relative_to(tmp_path.parents[1]):
-            path.chmod(0o755)
+    for path in (folder, folder / "jail"):
+        path.chmod(0o755)
     monkeypatch.setattr(sandbox_module, "_FOLDER", folder)
     monkeypatch.setattr(sandbox_module.sys, "executable", readers[0])
     monkeypatch.setattr(sandbox_module.subprocess, "Popen", partial(subprocess.Popen, **nobody))
