@@ -26,6 +26,19 @@ SIZE_RATIO_MAX = 4
 SIZE_FREE = 1 << 20
 #: Most layers: each takes tens of kilobytes and a millisecond to build, however small its weights are.
 LAYERS_MAX = 1024
+#: Functions of torch, torch.nn.init and transformers.initialization that fill a tensor at random, and take their time.
+DRAWS = frozenset(
+    [
+        "normal_",
+        "uniform_",
+        "trunc_normal_",
+        "kaiming_normal_",
+        "kaiming_uniform_",
+        "xavier_normal_",
+        "xavier_uniform_",
+        "orthogonal_",
+    ]
+)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -89,6 +102,33 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
         raise Fault(f"{path} cannot be read: {error}") from None
 
 
+def _build(config: Any, dtype: Any) -> Any:
+    """A model of this configuration with parameters of `dtype` whose values are whatever memory held.
+
+    Safe beside other threads, which the ways of transformers are not: `no_init_weights` swaps the functions of
+    `torch.nn.init` for the whole process, and two that overlap leave them swapped, so that every model drawn afterwards
+    is uninitialised memory; building in another type than float32 changes the process's default type meanwhile.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from transformers import AutoModelForCausalLM
+
+    class Undrawn(TorchFunctionMode):  # a mode is of this thread alone
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if getattr(func, "__name__", "") in DRAWS:
+                return kwargs["tensor"] if "tensor" in kwargs else args[0]
+            return func(*args, **kwargs)
+
+    make: Any = AutoModelForCausalLM.from_config
+    # Every weight is overwritten by the caller, or the folder refused; drawing them first takes most of the time.
+    with Undrawn():
+        model = make(config, dtype=torch.float32, trust_remote_code=False)
+    for parameter in model.parameters():  # not model.to: tables of positions stay in the type they were computed in
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> Any:
     """Build a causal language model from a policy folder, in evaluation mode.
 
@@ -101,19 +141,14 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> 
         Fault: when a file is missing, malformed, or does not fit the other. Nothing is initialised at random instead.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
+    from transformers import AutoConfig
 
     fields = read_config(folder)
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         tensors = dict(read_tensors(folder))
         _require_size(config, sum(tensor.numel() for tensor in tensors.values()))
-        make: Any = AutoModelForCausalLM.from_config
-        # Every weight is overwritten below, or the folder is refused; drawing them first takes most of the time.
-        with no_init_weights():
-            model = make(config, dtype=getattr(torch, dtype), trust_remote_code=False)
-        model.to(device)
+        model = _build(config, getattr(torch, dtype)).to(device)
         keys = model.load_state_dict(tensors, strict=False)
     except Fault:
         raise
