@@ -44,6 +44,7 @@ class Reason(IntEnum):
     MANIFEST = 24
     QUOTA = 25
     RESPONSE = 26
+    EVIDENCE = 27
 
 
 #: Rejections whose evidence is exact (anybody who re-runs them gets the same answer on any machine) and that no honest
@@ -56,6 +57,7 @@ DETERMINISTIC = frozenset(Reason) - {
     Reason.LOGPROB,
     Reason.LATE,
     Reason.ROLLBACK,
+    Reason.EVIDENCE,
 }
 
 

@@ -32,6 +32,7 @@ class Preset(NamedTuple):
 #: by about 1e-6 in log-probability there, so bf16 roundings of the hidden state rarely flip by one ulp.
 PROFILE_FP32 = ProofProfile(
     name="torch-fp32",
+    dtype="float32",
     topk=128,
     chunk=32,
     exponent_mismatches_max=4,
@@ -40,7 +41,12 @@ PROFILE_FP32 = ProofProfile(
     modulus_min=65_433,
     replay_tolerance_micro=1_000,
     replay_severe_micro=10_000,
+    near_ties_sequence_max=1,
     near_ties_per_1k_max=4,
+    share_null_ppm=10_000,
+    share_bet_milli=20_000,
+    ties_null_ppm=100,
+    ties_bet_milli=20_000,
 )
 
 #: The committee is the whole pool: there is no redraw and no fresh committee on appeal.

@@ -15,10 +15,17 @@ from protocol.errors import ConfigError, Reason, Reject
 #: Longest canonical task, in bytes.
 SPEC_BYTES_MAX = 4096
 
+#: Types of weights and activations that profiles are measured for.
+PROFILE_DTYPES = ("float32", "bfloat16")
+
 #: The strictest numeric limits a task may set; honest work in fp32 stays well inside them.
 REPLAY_TOLERANCE_MICRO_MIN = 500
 REPLAY_SEVERE_RATIO_MIN = 5
 MANTISSA_MEAN_MILLI_MIN = 250
+SHARE_NULL_PPM_MIN = 2_000
+TIES_NULL_PPM_MIN = 50
+#: Largest bet of the sequential test times its null: one observation at 0 never costs more than 9/10 of the evidence.
+BET_MAX = 0.9
 
 
 class Environment(Message, frozen=True):
@@ -54,6 +61,7 @@ class ProofProfile(Message, frozen=True):
 
     Attributes:
         name: for people.
+        dtype: torch dtype of weights and activations that the limits were measured for.
         topk: entries of the last hidden state per chunk that are committed to.
         chunk: tokens per commitment.
         exponent_mismatches_max: per chunk, of `topk` entries.
@@ -62,10 +70,16 @@ class ProofProfile(Message, frozen=True):
         modulus_min: lowest commitment modulus an honest prover can produce.
         replay_tolerance_micro: largest Gumbel score gap of an honest near-tie, in millionths of logit / T.
         replay_severe_micro: above this gap a miss is slashable.
-        near_ties_per_1k_max: misses within tolerance allowed per thousand tokens of a submission (at least one is).
+        near_ties_sequence_max / near_ties_per_1k_max: misses within tolerance that a rollout may have: the first number, and the
+            second for every thousand sampled tokens of it.
+        share_null_ppm: null hypothesis of the sequential test (protocol.evidence): the expected share of a chunk's
+            compared entries whose bf16 patterns differ is at most this, in millionths.
+        share_bet_milli: what the test bets on each chunk against it, in thousandths.
+        ties_null_ppm / ties_bet_milli: the same for the chance that a sampled token misses the replay at all.
     """
 
     name: str
+    dtype: str
     topk: int
     chunk: int
     exponent_mismatches_max: int
@@ -74,7 +88,12 @@ class ProofProfile(Message, frozen=True):
     modulus_min: int
     replay_tolerance_micro: int
     replay_severe_micro: int
+    near_ties_sequence_max: int
     near_ties_per_1k_max: int
+    share_null_ppm: int
+    share_bet_milli: int
+    ties_null_ppm: int
+    ties_bet_milli: int
 
 
 class Schedule(Message, frozen=True):
@@ -336,7 +355,13 @@ def validate_spec(spec: TaskSpec) -> None:
     _bounded("profile.replay_severe_micro", p.replay_severe_micro, severe_min, 10**9)
     _bounded("profile.mantissa_mean_milli_max", p.mantissa_mean_milli_max, MANTISSA_MEAN_MILLI_MIN, 127_000)
     _bounded("profile.mantissa_median_max", p.mantissa_median_max, 0, 127)
+    _bounded("profile.near_ties_sequence_max", p.near_ties_sequence_max, 1, 1000)
     _bounded("profile.near_ties_per_1k_max", p.near_ties_per_1k_max, 1, 1000)
+    _require(p.dtype in PROFILE_DTYPES, f"profile.dtype is {p.dtype!r}, expected one of {', '.join(PROFILE_DTYPES)}")
+    for name, null_min in (("share", SHARE_NULL_PPM_MIN), ("ties", TIES_NULL_PPM_MIN)):
+        null, bet = getattr(p, f"{name}_null_ppm"), getattr(p, f"{name}_bet_milli")
+        _bounded(f"profile.{name}_null_ppm", null, null_min, 900_000)
+        _bounded(f"profile.{name}_bet_milli", bet, 0, int(BET_MAX * 10**9 / null))
     t = spec.schedule
     for name in t.__struct_fields__:
         _bounded(

@@ -39,6 +39,7 @@ class ChunkMatch(NamedTuple):
         mantissa_mean: mean absolute mantissa difference (7-bit ulps) over entries whose exponents agree; inf if none.
         mantissa_median: median of the same (the upper one of an even count, as in the reference).
         size: number of entries compared: those not too small beside the largest.
+        differing: entries compared whose bit patterns differ at all: what the sequential test counts (protocol.evidence).
     """
 
     mismatches: int
@@ -46,6 +47,7 @@ class ChunkMatch(NamedTuple):
     mantissa_mean: float
     mantissa_median: float
     size: int
+    differing: int
 
 
 def to_bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -163,7 +165,8 @@ def _compare(mine: NDArray[np.uint16], theirs: NDArray[np.uint16]) -> ChunkMatch
     mantissa = np.abs((mine & 0x7F).astype(np.int64) - (theirs & 0x7F).astype(np.int64))[exponents]
     mean = float(mantissa.mean()) if len(mantissa) else float("inf")
     median = float(np.sort(mantissa)[len(mantissa) // 2]) if len(mantissa) else float("inf")
-    return ChunkMatch(int((~(exponents & signs)).sum()), int((~exponents).sum()), mean, median, len(mine))
+    differing = int((mine != theirs).sum())
+    return ChunkMatch(int((~(exponents & signs)).sum()), int((~exponents).sum()), mean, median, len(mine), differing)
 
 
 def match_proofs(

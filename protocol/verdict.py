@@ -38,6 +38,7 @@ class Row(NamedTuple):
         groups: groups judged.
         tokens: completion tokens in them.
         audited: leaves that were drawn and prefilled.
+        evidence: what the audit adds to the sequential test of the account, in units of 1/256 nat (protocol.evidence).
     """
 
     account: bytes
@@ -46,6 +47,7 @@ class Row(NamedTuple):
     groups: int
     tokens: int
     audited: int
+    evidence: int = 0
 
 
 def pack_rows(rows: Sequence[Row]) -> bytes:
@@ -56,7 +58,7 @@ def pack_rows(rows: Sequence[Row]) -> bytes:
         + row.groups.to_bytes(2, "big")
         + row.tokens.to_bytes(4, "big")
         + row.audited.to_bytes(2, "big")
-        + bytes(2)
+        + row.evidence.to_bytes(2, "big", signed=True)
         for row in sorted(rows, key=lambda row: row.account)
     )
 
@@ -65,7 +67,7 @@ def unpack_rows(data: bytes) -> tuple[Row, ...]:
     """Parse packed rows.
 
     Raises:
-        Reject: `MALFORMED` for a wrong length, an unknown status, accounts out of order, or non-zero padding.
+        Reject: `MALFORMED` for a wrong length, an unknown status, or accounts out of order.
     """
     if len(data) % ROW_BYTES:
         raise Reject(Reason.MALFORMED, "verdict rows", observed=len(data), limit=f"a multiple of {ROW_BYTES}")
@@ -83,8 +85,9 @@ def unpack_rows(data: bytes) -> tuple[Row, ...]:
             int.from_bytes(word[22:24], "big"),
             int.from_bytes(word[24:28], "big"),
             int.from_bytes(word[28:30], "big"),
+            int.from_bytes(word[30:], "big", signed=True),
         )
-        if word[30:] != bytes(2) or (rows and rows[-1].account >= row.account):
+        if rows and rows[-1].account >= row.account:
             raise Reject(Reason.MALFORMED, "verdict rows are not canonical", observed=word.hex())
         rows.append(row)
     return tuple(rows)

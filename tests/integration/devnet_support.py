@@ -116,7 +116,9 @@ def small_task(trainer: bytes, token: bytes, **schedule) -> TaskSpec:
         groups_per_round=8,
         slots_max=4,
         max_staleness=2,
-        profile=ProofProfile("p", 128, 32, 10, 1500, 1, 65_433, 1000, 100_000, 1),
+        profile=ProofProfile(
+            "p", "float32", 128, 32, 10, 1500, 1, 65_433, 1000, 100_000, 1, 1, 10_000, 20_000, 100, 20_000
+        ),
         schedule=Schedule(**blocks),
         economics=Economics(10, 1, 1, 100, 100, 1000, 50, 1_000_000, 2),
         verifiers_per_round=1,

@@ -76,6 +76,7 @@ ROWS = st.builds(
     groups=st.integers(0, 2**16 - 1),
     tokens=st.integers(0, 2**32 - 1),
     audited=st.integers(0, 2**16 - 1),
+    evidence=st.integers(-(2**15), 2**15 - 1),
 )
 TABLES = st.lists(ROWS, max_size=8, unique_by=lambda row: row.account)
 
