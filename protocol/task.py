@@ -70,8 +70,8 @@ class ProofProfile(Message, frozen=True):
         modulus_min: lowest commitment modulus an honest prover can produce.
         replay_tolerance_micro: largest Gumbel score gap of an honest near-tie, in millionths of logit / T.
         replay_severe_micro: above this gap a miss is slashable.
-        near_ties_sequence_max / near_ties_per_1k_max: misses within tolerance that a rollout may have: the first number, and the
-            second for every thousand sampled tokens of it.
+        near_ties_sequence_max / near_ties_per_1k_max: misses within tolerance that a rollout may have: the first number,
+            and the second for every thousand sampled tokens of it.
         share_null_ppm: null hypothesis of the sequential test (protocol.evidence): the expected share of a chunk's
             compared entries whose bf16 patterns differ is at most this, in millionths.
         share_bet_milli: what the test bets on each chunk against it, in thousandths.

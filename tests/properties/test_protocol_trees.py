@@ -105,8 +105,6 @@ def test_rows_that_are_not_canonical_are_refused(rows, data):
     packed = bytearray(pack_rows(rows))
     at = ROW_BYTES * data.draw(st.integers(0, len(rows) - 1))
     for change in (
-        {at + 30: 1},
-        {at + 31: 255},
         {at + 20: 0},
         {at + 20: 5},
     ):
