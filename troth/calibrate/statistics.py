@@ -1,0 +1,215 @@
+"""What is counted when rollouts of one engine are held against another's prefill, and how it is summed up.
+
+Per chunk: mismatches, exponent mismatches, mantissa mean and median, share of differing entries. Per sampled token: the
+replay gap; a gap above 0 is a miss. Per rollout: its misses. Everything is kept as arrays, so that quantiles, limits and the
+sequential test are computed from the same numbers. No model is run here; numpy only. Neighbours: troth.calibrate.measure
+makes rollouts, troth.calibrate.choose takes limits from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.checks import validate_match
+from protocol.errors import Reject
+from protocol.ports import Scored
+from protocol.task import ProofProfile
+from protocol.toploc import ChunkMatch, match_proofs
+
+#: Quantiles that are reported of every statistic, in percent; 100 is the largest seen.
+QUANTILES = (50.0, 90.0, 99.0, 99.9, 99.99, 100.0)
+#: Evidence at which the sequential test alarms: at most one in a million honest nodes ever gets there.
+ALARM_NATS = math.log(1e6)
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Observed(NamedTuple):
+    """Rollouts held against a prefill.
+
+    Attributes:
+        mismatches / exponents / sizes / differing: int64 [chunks]; see protocol.toploc.ChunkMatch.
+        means / medians: float64 [chunks], mantissa differences in bf16 ulps.
+        chunk_rollouts: int64 [chunks], the rollout of each chunk, from 0.
+        gaps: float64 [tokens], replay gaps of sampled tokens.
+        token_rollouts: int64 [tokens], the rollout of each token.
+        moduli: int64 [chunks], of the commitments.
+        num_rollouts: rollouts in all.
+    """
+
+    mismatches: Ints
+    exponents: Ints
+    means: Floats
+    medians: Floats
+    sizes: Ints
+    differing: Ints
+    chunk_rollouts: Ints
+    gaps: Floats
+    token_rollouts: Ints
+    moduli: Ints
+    num_rollouts: int
+
+    @property
+    def shares(self) -> Floats:
+        """Differing entries of each chunk as a share of those compared."""
+        return self.differing / self.sizes
+
+    @property
+    def misses(self) -> Ints:
+        """Missed tokens of each rollout, int64 [rollouts]."""
+        return np.bincount(self.token_rollouts[self.gaps > 0], minlength=self.num_rollouts)
+
+
+class Rejections(NamedTuple):
+    """Which rollouts single checks refuse, bool [rollouts] each.
+
+    Attributes:
+        activations: some chunk is outside the limits of `validate_match`.
+        replay: some gap is above the tolerance.
+    """
+
+    activations: Flags
+    replay: Flags
+
+    @property
+    def any(self) -> Flags:
+        """Refused by one or the other."""
+        return self.activations | self.replay
+
+
+def observe(
+    proofs: Sequence[Sequence[bytes]], scored: Sequence[Scored], *, topk: int, chunk: int, modulus_min: int
+) -> Observed:
+    """Hold commitments against a verifier's prefill, one entry per rollout in both.
+
+    Raises:
+        Reject: when a commitment is malformed.
+    """
+    matches = match_proofs([one.hidden for one in scored], proofs, topk=topk, chunk=chunk, modulus_min=modulus_min)
+    flat = [match for one in matches for match in one]
+    columns = list(zip(*flat, strict=True)) if flat else [()] * len(ChunkMatch._fields)
+    named = dict(zip(ChunkMatch._fields, columns, strict=True))
+    return Observed(
+        np.array(named["mismatches"], dtype=np.int64),
+        np.array(named["exponent_mismatches"], dtype=np.int64),
+        np.array(named["mantissa_mean"], dtype=np.float64),
+        np.array(named["mantissa_median"], dtype=np.float64),
+        np.array(named["size"], dtype=np.int64),
+        np.array(named["differing"], dtype=np.int64),
+        np.repeat(np.arange(len(matches)), [len(one) for one in matches]),
+        np.concatenate([one.gaps for one in scored]) if scored else np.zeros(0),
+        np.repeat(np.arange(len(scored)), [len(one.gaps) for one in scored]),
+        np.array([int.from_bytes(proof[:2], "big") for one in proofs for proof in one], dtype=np.int64),
+        len(scored),
+    )
+
+
+def join(parts: Iterable[Observed]) -> Observed:
+    """Several lots of rollouts as one, rollouts numbered on.
+
+    Raises:
+        ValueError: when there are none.
+    """
+    shifted, total = [], 0
+    for part in parts:
+        shifted.append(
+            part._replace(chunk_rollouts=part.chunk_rollouts + total, token_rollouts=part.token_rollouts + total)
+        )
+        total += part.num_rollouts
+    if not shifted:
+        raise ValueError("nothing was observed")
+    arrays = [np.concatenate(columns) for columns in zip(*(part[:-1] for part in shifted), strict=True)]
+    return Observed(*arrays, total)
+
+
+def find_rejections(profile: ProofProfile, observed: Observed) -> Rejections:
+    """What the single checks of a profile refuse; the activation check is the verifier's own function."""
+    activations = np.zeros(observed.num_rollouts, dtype=np.bool_)
+    columns = (observed.mismatches, observed.exponents, observed.means, observed.medians, observed.sizes)
+    rows = zip(*(column.tolist() for column in (*columns, observed.differing)), strict=True)
+    for rollout, row in zip(observed.chunk_rollouts.tolist(), rows, strict=True):
+        if not activations[rollout]:
+            try:
+                validate_match(profile, ChunkMatch(*row), (0,))
+            except Reject:
+                activations[rollout] = True
+    late = observed.token_rollouts[observed.gaps * 1e6 > profile.replay_tolerance_micro]
+    replay = np.bincount(late, minlength=observed.num_rollouts) > 0
+    return Rejections(activations, replay)
+
+
+def average_by_rollout(values: Floats, rollouts: Ints, num_rollouts: int) -> Floats:
+    """Mean of each rollout's values, float64 [rollouts]; 0 where it has none."""
+    sums = np.bincount(rollouts, weights=values, minlength=num_rollouts)
+    counts: Ints = np.bincount(rollouts, minlength=num_rollouts)
+    means: Floats = sums / np.maximum(counts, 1)
+    return means
+
+
+def compute_auc(honest: Floats, other: Floats) -> float:
+    """Chance that a value of `other` is above one of `honest`, ties counting half (Mann-Whitney U / (n m))."""
+    ordered = np.sort(honest)
+    below = np.searchsorted(ordered, other, side="left")
+    upto = np.searchsorted(ordered, other, side="right")
+    return float((below + upto).mean() / 2 / len(honest))
+
+
+def compute_nats(values: Floats, null: float, bet: float) -> Floats:
+    """Log of the betting e-factors of values between 0 and 1: ln(1 + bet * (value - null)).
+
+    Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (2023), eq. 5 for a fixed bet. Its
+    expectation of the exponential is at most 1 where the mean is at most `null`.
+    """
+    nats: Floats = np.log1p(bet * (values - null))
+    return nats
+
+
+def compute_evidence(profile: ProofProfile, observed: Observed) -> Floats:
+    """Evidence of each rollout against the profile's null hypotheses, in nats, float64 [rollouts]."""
+    total = observed.num_rollouts
+    chunks = compute_nats(observed.shares, profile.share_null_ppm / 1e6, profile.share_bet_milli / 1e3)
+    tokens = compute_nats((observed.gaps > 0) * 1.0, profile.ties_null_ppm / 1e6, profile.ties_bet_milli / 1e3)
+    nats: Floats = np.bincount(observed.chunk_rollouts, weights=chunks, minlength=total)
+    nats += np.bincount(observed.token_rollouts, weights=tokens, minlength=total)
+    return nats
+
+
+def compute_rollouts_to_alarm(evidence: Floats) -> int | None:
+    """Audited rollouts until evidence reaches the alarm, at the mean rate of these rollouts; None when it never grows."""
+    growth = float(evidence.mean())
+    return max(1, math.ceil(ALARM_NATS / growth)) if growth > 0 else None
+
+
+def summarise(values: Floats | Ints) -> list[float]:
+    """`QUANTILES` of values, each one that was seen (no interpolation); empty when there are none."""
+    if not len(values):
+        return []
+    return [float(value) for value in np.percentile(values, QUANTILES, method="higher")]
+
+
+def summarise_all(observed: Observed) -> dict[str, Any]:
+    """Counts, means and quantiles of every statistic, as profile files keep them; numbers rounded to what they are good for."""
+    statistics = {
+        "mismatches": observed.mismatches,
+        "exponent_mismatches": observed.exponents,
+        "mantissa_mean": observed.means,
+        "mantissa_median": observed.medians,
+        "share": observed.shares,
+        "gap": observed.gaps,
+        "misses": observed.misses,
+    }
+    return {
+        "rollouts": observed.num_rollouts,
+        "chunks": len(observed.sizes),
+        "tokens": len(observed.gaps),
+        "missed_tokens": int((observed.gaps > 0).sum()),
+        "share_average": round(float(observed.shares.mean()), 8),
+        **{name: [round(value, 8) for value in summarise(values)] for name, values in statistics.items()},
+    }
