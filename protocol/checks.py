@@ -7,6 +7,7 @@ before they commit to it, the trainer calls them on everything it trains on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -298,27 +299,44 @@ def validate_match(profile: ProofProfile, match: ChunkMatch, where: tuple[int, .
         )
 
 
-def validate_scored(spec: TaskSpec, groups: Sequence[Group], scored: Sequence[Scored]) -> None:
+def match_groups(
+    profile: ProofProfile, groups: Sequence[Group], scored: Sequence[Scored]
+) -> list[tuple[ChunkMatch, ...]]:
+    """Compare the commitments of audited groups with a verifier's own prefill: per sample, its chunks.
+
+    Raises:
+        Reject: `COMMITMENT_FORMAT`.
+        Fault: when the verifier's own activations are not finite.
+    """
+    return match_proofs(
+        [s.hidden for s in scored],
+        [sample.proofs for group in groups for sample in group.samples],
+        topk=profile.topk,
+        chunk=profile.chunk,
+        modulus_min=profile.modulus_min,
+    )
+
+
+def validate_scored(
+    spec: TaskSpec,
+    groups: Sequence[Group],
+    scored: Sequence[Scored],
+    matches: Sequence[Sequence[ChunkMatch]] | None = None,
+) -> None:
     """Judge audited groups by a verifier's own prefill: commitment match and Gumbel replay at every position.
 
     Args:
         scored: one per sample, in the order of `make_replays`.
+        matches: what `match_groups` said of these, where it was asked already.
 
     Raises:
         Reject: `COMMITMENT_MISMATCH`, `REPLAY` or `NEAR_TIES`; the severest failure is raised first.
         Fault: when the verifier's own numbers are not finite.
     """
     profile = spec.profile
-    samples = [sample for group in groups for sample in group.samples]
     places = [(group.slot, number) for group in groups for number in range(len(group.samples))]
     failures = [*_replay_failures(profile, places, scored)]
-    matches = match_proofs(
-        [s.hidden for s in scored],
-        [sample.proofs for sample in samples],
-        topk=profile.topk,
-        chunk=profile.chunk,
-        modulus_min=profile.modulus_min,
-    )
+    matches = match_groups(profile, groups, scored) if matches is None else matches
     for place, chunks in zip(places, matches, strict=True):
         for number, match in enumerate(chunks):
             try:
@@ -332,16 +350,18 @@ def validate_scored(spec: TaskSpec, groups: Sequence[Group], scored: Sequence[Sc
 def _replay_failures(
     profile: ProofProfile, places: Sequence[tuple[int, int]], scored: Sequence[Scored]
 ) -> list[Reject]:
-    """The worst replay gap above tolerance, and too many near-ties within it."""
+    """The worst replay gap above tolerance, and too many near-ties within it: in a rollout, and in all of them together."""
     tolerance = profile.replay_tolerance_micro / 1e6
-    worst, worst_where, near_ties, num_tokens = 0.0, (0, 0, 0), 0, 0
-    for (slot, number), one in zip(places, scored, strict=True):
-        num_tokens += len(one.gaps)
-        near_ties += int(((one.gaps > 0) & (one.gaps <= tolerance)).sum())
+    worst, worst_where, failures = 0.0, (0, 0, 0), []
+    near_ties = [count_near_ties(profile, one.gaps) for one in scored]
+    for (slot, number), one, observed in zip(places, scored, near_ties, strict=True):
         position = int(one.gaps.argmax())
         if one.gaps[position] > worst:
             worst, worst_where = float(one.gaps[position]), (slot, number, position)
-    failures = []
+        limit = compute_near_ties_max(profile, len(one.gaps))
+        if observed > limit:
+            what = f"too many near-ties in slot {slot}, sample {number}, of {len(one.gaps)} sampled tokens"
+            failures.append(_near_ties(what, observed, limit, (slot, number)))
     if worst > tolerance:
         failures.append(
             Reject(
@@ -356,14 +376,33 @@ def _replay_failures(
                 severe=worst * 1e6 > profile.replay_severe_micro,
             )
         )
-    near_ties_max = max(1, -(-profile.near_ties_per_1k_max * num_tokens // 1000))
-    if near_ties > near_ties_max:
-        failures.append(
-            Reject(
-                Reason.NEAR_TIES,
-                f"too many near-ties in {num_tokens} tokens",
-                observed=near_ties,
-                limit=near_ties_max,
-            )
-        )
+    num_tokens = sum(len(one.gaps) for one in scored)
+    limit = compute_near_ties_max(profile, num_tokens, num_rollouts=len(scored))
+    if sum(near_ties) > limit:
+        what = f"too many near-ties in {len(scored)} audited rollouts of {num_tokens} sampled tokens together"
+        failures.append(_near_ties(what, sum(near_ties), limit, ()))
     return failures
+
+
+def _near_ties(what: str, observed: int, limit: int, where: tuple[int, ...]) -> Reject:
+    todo = "generate with the dtype and engine pair of the task's profile, and take no runner-up for the winner"
+    return Reject(Reason.NEAR_TIES, what, observed=observed, limit=limit, todo=todo, where=where)
+
+
+def count_near_ties(profile: ProofProfile, gaps: NDArray[np.float64]) -> int:
+    """Sampled tokens that miss the replay within tolerance."""
+    return int(((gaps > 0) & (gaps <= profile.replay_tolerance_micro / 1e6)).sum())
+
+
+def compute_near_ties_max(profile: ProofProfile, num_tokens: int, *, num_rollouts: int = 1) -> int:
+    """Near-ties that rollouts may have together.
+
+    A rollout has what is expected of its length, and `near_ties_sequence_max` for how much honest counts scatter. The scatter
+    of independent counts grows with the square root of their number, so that is what several rollouts get together: without
+    it every rollout, however short, would be a free choice (docs/replay.md).
+
+    Args:
+        num_tokens: sampled tokens in all of them.
+    """
+    roots = math.isqrt(max(num_rollouts, 1) - 1) + 1  # the square root, rounded up
+    return profile.near_ties_sequence_max * roots + profile.near_ties_per_1k_max * num_tokens // 1000

@@ -1,15 +1,18 @@
 """What the ledger says about a round: its policy, who may work in it, its committee, its outcomes.
 
 All of these are pure functions of the replica at or after a stated block, so every participant computes the same answer.
+Outcomes are derived in round order, because each adds its evidence to the trial of its node (protocol.evidence), and kept on
+the task; what a committee said does not depend on earlier outcomes, so no rule here asks itself.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.codec import tagged_hash
-from protocol.errors import Reject
+from protocol.errors import Reason, Reject
+from protocol.evidence import NO_TRIAL, Step, Trial, compute_median, compute_next, is_alarm
 from protocol.ledger.events import Role
 from protocol.ledger.state import LedgerState, Policy, Task
 from protocol.lottery import PPM, compute_audited_leaves, compute_committee
@@ -17,16 +20,19 @@ from protocol.task import RoundTimes, compute_epoch_pay_max, compute_round_times
 from protocol.verdict import Row, Status, unpack_rows
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What at least 2/3 of a round's committee said about one submission.
+class Outcome(NamedTuple):
+    """What at least 2/3 of a round's committee said about one submission, and what it comes to.
 
     Attributes:
+        row: what they agree on; its evidence is the lower median of theirs. A `CHEAT` for `EVIDENCE` when the node's trial
+            has come to an alarm, whatever they said about this round alone.
         agreed: verifiers whose revealed row agrees.
+        trial: of the node, after this round.
     """
 
     row: Row
     agreed: tuple[bytes, ...]
+    trial: Trial = NO_TRIAL
 
 
 def get_times(task: Task, round_index: int) -> RoundTimes:
@@ -101,30 +107,24 @@ def get_committee(state: LedgerState, task: Task, round_index: int) -> tuple[byt
 
 
 def _agree(rows: list[tuple[bytes, Row]], needed: int) -> Outcome | None:
-    """The row that `needed` verifiers share, reasons aside; None when there is none."""
+    """The row that `needed` verifiers share, reasons and evidence aside; None when there is none."""
     tally: dict[tuple[int, int, int], list[tuple[bytes, Row]]] = {}
     for verifier, row in rows:
         tally.setdefault((row.status, row.groups, row.tokens), []).append((verifier, row))
     for matching in tally.values():
         if len(matching) >= needed:
-            row = min(row for _, row in matching)
-            return Outcome(row, tuple(sorted(verifier for verifier, _ in matching)))
+            row = min(row._replace(evidence=0) for _, row in matching)
+            evidence = compute_median([row.evidence for _, row in matching])
+            return Outcome(row._replace(evidence=evidence), tuple(sorted(verifier for verifier, _ in matching)))
     return None
 
 
-def get_outcomes(state: LedgerState, task: Task, round_index: int) -> dict[bytes, Outcome]:
-    """Judged submissions of a round, by account. Empty until its reveals are over.
-
-    A submission counts only if it was committed and receipted, and if at least 2/3 of the drawn committee revealed
-    rows that agree on it. Anything else has no outcome: it is unpaid and nobody is slashed for it.
-    """
-    if state.block_number <= get_times(task, round_index).verdict_reveal_deadline:
+def _get_said(state: LedgerState, task: Task, round_index: int) -> dict[bytes, Outcome]:
+    """What the committee of a round whose reveals are over agrees on, trials aside."""
+    receipts = task.receipts.get(round_index)
+    if not receipts:
         return {}
-    cached = task.outcomes.get(round_index)
-    if cached is not None:
-        return cached  # type: ignore[no-any-return]
     committee = get_committee(state, task, round_index)
-    receipts = task.receipts.get(round_index, {})
     said: dict[bytes, list[tuple[bytes, Row]]] = {}
     for verifier in committee:
         reveal = task.reveals.get(round_index, {}).get(verifier)
@@ -138,9 +138,45 @@ def get_outcomes(state: LedgerState, task: Task, round_index: int) -> dict[bytes
             if row.account in receipts:
                 said.setdefault(row.account, []).append((verifier, row))
     needed = -(-2 * max(len(committee), 1) // 3)
-    outcomes = {account: found for account, rows in said.items() if (found := _agree(rows, needed))}
-    task.outcomes[round_index] = outcomes
+    return {account: found for account, rows in said.items() if (found := _agree(rows, needed))}
+
+
+def _try_round(task: Task, round_index: int, said: dict[bytes, Outcome]) -> dict[bytes, Outcome]:
+    """Add a round's evidence to the trials of its nodes; an alarm makes the round's outcome a cheat."""
+    outcomes = {}
+    for account, (row, agreed, _) in said.items():
+        steps = task.trials.setdefault(account, [])
+        trial = compute_next(steps[-1].trial if steps else NO_TRIAL, row.evidence)
+        steps.append(Step(round_index, row.evidence, trial))
+        if is_alarm(trial) and row.status != Status.CHEAT:
+            row = row._replace(status=Status.CHEAT, reason=int(Reason.EVIDENCE), tokens=0)
+        outcomes[account] = Outcome(row, agreed, trial)
     return outcomes
+
+
+def get_outcomes(state: LedgerState, task: Task, round_index: int) -> dict[bytes, Outcome]:
+    """Judged submissions of a round, by account. Empty until its reveals are over.
+
+    A submission counts only if it was committed and receipted, and if at least 2/3 of the drawn committee revealed
+    rows that agree on it. Anything else has no outcome: it is unpaid, nobody is slashed for it, and no trial counts it.
+    """
+    if round_index not in task.commitments:
+        return {}
+    if state.block_number <= get_times(task, round_index).verdict_reveal_deadline:
+        return {}
+    if not task.outcomes:
+        task.trials.clear()
+    while (index := len(task.outcomes)) <= round_index:  # earlier rounds' reveals were over earlier
+        task.outcomes[index] = _try_round(task, index, _get_said(state, task, index))
+    return task.outcomes[round_index]  # type: ignore[no-any-return]
+
+
+def get_trial(state: LedgerState, task: Task, account: bytes, block_number: int) -> list[Step]:
+    """The steps of a node's trial in rounds whose reveals were over before `block_number`, in round order."""
+    _fold_judged(state, task)
+    steps: list[Step] = task.trials.get(account, [])
+    deadlines = (get_times(task, step.round_index).verdict_reveal_deadline for step in steps)
+    return [step for step, deadline in zip(steps, deadlines, strict=True) if deadline < block_number]
 
 
 def _fold_judged(state: LedgerState, task: Task) -> None:

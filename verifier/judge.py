@@ -17,11 +17,13 @@ from protocol.checks import (
     count_sampled,
     get_assignment,
     make_replays,
+    match_groups,
     validate_groups,
     validate_quota,
     validate_scored,
 )
 from protocol.errors import Fault, Ignore, Reason, Reject
+from protocol.evidence import compute_evidence
 from protocol.ledger.state import LedgerState, Task
 from protocol.messages import Bundle, Finding, Group
 from protocol.ports import Environment, Scored, Scorer
@@ -92,15 +94,20 @@ def judge_round(
         except (Fault, Ignore) as error:
             log.warning("round %d, node 0x%s: no verdict: %s", round_index, account.hex(), error)
     for audit, scored in _score(audits, scorer, task.spec.sampling.temperature_milli / 1000):
+        evidence = 0
         try:
-            validate_scored(task.spec, audit.groups, scored)
+            matches = match_groups(task.spec.profile, audit.groups, scored)
+            evidence = compute_evidence(task.spec.profile, matches, [one.gaps for one in scored])
+            validate_scored(task.spec, audit.groups, scored, matches)
         except Reject as error:
-            _record(rows, findings, task, round_index, audit.account, error, audited=len(audit.groups))
+            audited = len(audit.groups)
+            _record(rows, findings, task, round_index, audit.account, error, audited=audited, evidence=evidence)
         except Fault as error:
             log.warning("round %d, node 0x%s: no verdict: %s", round_index, audit.account.hex(), error)
         else:
             tokens = count_sampled(task.spec, environment, audit.bundle)
-            rows.append(Row(audit.account, Status.GOOD, 0, len(audit.bundle.groups), tokens, len(audit.groups)))
+            groups = len(audit.bundle.groups)
+            rows.append(Row(audit.account, Status.GOOD, 0, groups, tokens, len(audit.groups), evidence))
     audited = sum(len(positions) for audit in audits for positions in audit.replays.sampled)
     return Judgement(sorted(rows), findings, audited)
 
@@ -164,8 +171,9 @@ def _record(
     error: Reject,
     *,
     audited: int,
+    evidence: int = 0,
 ) -> None:
     """A row and a finding for a rejected submission. Tokens are 0: nothing of it is paid."""
     groups = task.commitments[round_index][account].leaves
-    rows.append(Row(account, get_status(error), int(error.reason), groups, 0, audited))
+    rows.append(Row(account, get_status(error), int(error.reason), groups, 0, audited, evidence))
     findings.append(Finding(account, int(error.reason), str(error)[:FINDING_CHARS_MAX], error.where))

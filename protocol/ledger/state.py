@@ -124,9 +124,11 @@ class Task:
     closed: bool = False
     refunded: int = 0
     burned_at_close: int = 0
-    #: What protocol.rounds derived and need not derive again: outcomes of rounds whose reveals are over, quotas of
-    #: rounds that have started, judged rows by account with their reveal deadlines, rounds folded into those.
+    #: What protocol.rounds derived and need not derive again: outcomes of rounds whose reveals are over, without gaps from
+    #: round 0, and what they did to each account's trial; quotas of rounds that have started, judged rows by account
+    #: with their reveal deadlines, rounds folded into those.
     outcomes: dict[int, Any] = field(default_factory=dict)
+    trials: dict[bytes, list[Any]] = field(default_factory=dict)
     quotas: dict[int, dict[bytes, int]] = field(default_factory=dict)
     judged: dict[bytes, list[tuple[int, Any]]] = field(default_factory=dict)
     judged_rounds: int = 0

@@ -78,7 +78,7 @@ def test_cheats_beyond_one_settlement_are_slashed_by_the_next(tmp_path):
 def test_the_replica_is_not_changed_by_reading_it(tmp_path):
     state = _state(tmp_path, 3, Status.GOOD)
     before = {f.name: str(getattr(state.tasks[TASK], f.name)) for f in dataclasses.fields(state.tasks[TASK])}
-    for derived in ("outcomes", "quotas", "judged", "judged_rounds"):
+    for derived in ("outcomes", "trials", "quotas", "judged", "judged_rounds"):
         before.pop(derived)
     compute_settlement(state, state.tasks[TASK], 0)
     after = {name: str(getattr(state.tasks[TASK], name)) for name in before}
