@@ -8,7 +8,6 @@ makes rollouts, troth.calibrate.choose takes limits from them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ from numpy.typing import NDArray
 
 from protocol.checks import validate_match
 from protocol.errors import Reject
+from protocol.evidence import compute_expected_rollouts
 from protocol.ports import Scored
 from protocol.task import ProofProfile
 from protocol.toploc import ChunkMatch, match_proofs
 
 #: Quantiles that are reported of every statistic, in percent; 100 is the largest seen.
 QUANTILES = (50.0, 90.0, 99.0, 99.9, 99.99, 100.0)
-#: Evidence at which the sequential test alarms: at most one in a million honest nodes ever gets there.
-ALARM_NATS = math.log(1e6)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -162,29 +160,21 @@ def compute_auc(honest: Floats, other: Floats) -> float:
 
 
 def compute_nats(values: Floats, null: float, bet: float) -> Floats:
-    """Log of the betting e-factors of values between 0 and 1: ln(1 + bet * (value - null)).
-
-    Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (2023), eq. 5 for a fixed bet. Its
-    expectation of the exponential is at most 1 where the mean is at most `null`.
-    """
+    """What each of these values, 0 to 1, adds to the sequential test in nats: ln(1 + bet * (value - null))."""
     nats: Floats = np.log1p(bet * (values - null))
     return nats
 
 
-def compute_evidence(profile: ProofProfile, observed: Observed) -> Floats:
-    """Evidence of each rollout against the profile's null hypotheses, in nats, float64 [rollouts]."""
-    total = observed.num_rollouts
-    chunks = compute_nats(observed.shares, profile.share_null_ppm / 1e6, profile.share_bet_milli / 1e3)
-    tokens = compute_nats((observed.gaps > 0) * 1.0, profile.ties_null_ppm / 1e6, profile.ties_bet_milli / 1e3)
-    nats: Floats = np.bincount(observed.chunk_rollouts, weights=chunks, minlength=total)
-    nats += np.bincount(observed.token_rollouts, weights=tokens, minlength=total)
-    return nats
-
-
-def compute_rollouts_to_alarm(evidence: Floats) -> int | None:
-    """Audited rollouts until evidence reaches the alarm, at the mean rate of these rollouts; None when it never grows."""
-    growth = float(evidence.mean())
-    return max(1, math.ceil(ALARM_NATS / growth)) if growth > 0 else None
+def estimate_delay(profile: ProofProfile, observed: Observed) -> float:
+    """Audited rollouts until the sequential test alarms on a node whose rollouts all look like these; may be infinite."""
+    misses = int((observed.gaps > 0).sum())
+    return compute_expected_rollouts(
+        profile,
+        observed.shares.tolist(),
+        misses / len(observed.gaps),
+        len(observed.sizes) / observed.num_rollouts,
+        len(observed.gaps) / observed.num_rollouts,
+    )
 
 
 def summarise(values: Floats | Ints) -> list[float]:
