@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from protocol.codec import decode
 from protocol.errors import Fault, Ignore, Reason, Reject
+from protocol.evidence import describe_trial
 from protocol.ledger.state import Task
 from protocol.messages import REPORT_BYTES_MAX, Finding, Report, compute_report_key, make_domain, unseal_body
 from protocol.ports import BlobStore, Ledger
-from protocol.rounds import get_committee
+from protocol.rounds import get_committee, get_outcomes, get_times, get_trial
 
 #: Longest text of a finding that is passed on, in characters.
 TEXT_CHARS_MAX = 2_000
@@ -48,8 +49,16 @@ async def explain_round(
     events: Callable[[str, dict[str, object]], None],
     rejected: Callable[[dict[str, object]], None] = lambda fields: None,
 ) -> None:
-    """Emit one `rejected` event per finding about this account in a round's reports, and call `rejected` with it."""
+    """Emit one `rejected` event per finding about this account in a round's reports, and call `rejected` with it.
+
+    An alarm of the sequential test is nobody's finding: the ledger's own numbers say it.
+    """
     said: set[tuple[int, str]] = set()
+    outcome = get_outcomes(ledger.state, task, round_index).get(ledger.account)
+    if outcome is not None and outcome.row.reason == Reason.EVIDENCE:
+        fields = describe_alarm(ledger, task, round_index)
+        events("rejected", {"round": round_index, **fields})
+        rejected({"round": round_index, **fields})
     revealed = task.reveals.get(round_index, {})
     for verifier in get_committee(ledger.state, task, round_index):
         if verifier not in revealed:
@@ -66,6 +75,24 @@ async def explain_round(
                 fields = describe_finding(task.task, round_index, finding)
                 events("rejected", {"round": round_index, "verifier": verifier, **fields})
                 rejected({"round": round_index, "verifier": "0x" + verifier.hex(), **fields})
+
+
+def describe_alarm(ledger: Ledger, task: Task, round_index: int) -> dict[str, object]:
+    """The alarm of this node's sequential test in a round, in the form of `describe_finding`."""
+    deadline = get_times(task, round_index).verdict_reveal_deadline
+    trial = describe_trial(get_trial(ledger.state, task, ledger.account, deadline + 1))
+    nats = ", ".join(f"{index} {added:+.3f}" for index, added in trial["nats_by_round"].items())
+    observed, limit = f"log10 of R is {trial['log10']}", f"below {trial['alarm_log10']}"
+    return {
+        "reason": Reason.EVIDENCE.name.lower(),
+        "text": f"evidence: {trial['rounds']} audited rounds together are not those of the round's policy, whatever each "
+        f"alone said; observed {observed}; limit {limit}; nats added by round: {nats}; generate with the profile's "
+        f"dtype and engine pair",
+        "where": [],
+        "observed": observed,
+        "limit": limit,
+        "reproduce": f"troth explain {task.task.hex()[:12]}/{round_index}/0x{ledger.account.hex()}/0/0",
+    }
 
 
 def describe_finding(task: bytes, round_index: int, finding: Finding) -> dict[str, object]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from inference.background import Background
 from inference.delivery import Delivery
@@ -38,12 +39,13 @@ from inference.status import Condition, StatusFile
 from inference.twin import TwinGuard, find_foreign_record, name_commit
 from protocol.checks import Assignment
 from protocol.errors import Fault, Ignore, Reject
+from protocol.evidence import describe_trial
 from protocol.identity import NetworkKey
 from protocol.ledger.calls import Join
 from protocol.ledger.state import Task
 from protocol.messages import Group
 from protocol.ports import BlobStore, Engine, Environment, Ledger, PolicyStore
-from protocol.rounds import get_end_round, get_times
+from protocol.rounds import get_end_round, get_times, get_trial
 from protocol.task import TaskSpec
 
 #: Times a round is tried again after the engine, the environment or the disk failed.
@@ -332,7 +334,10 @@ class NodeWorker:
     # Status
 
     def _say(self, condition: Condition) -> None:
-        facts = {"account": "0x" + self._ledger.account.hex(), "task": self._task_id.hex()}
+        state, account = self._ledger.state, self._ledger.account
+        facts: dict[str, Any] = {"account": "0x" + account.hex(), "task": self._task_id.hex()}
+        if task := state.tasks.get(self._task_id):
+            facts["evidence"] = describe_trial(get_trial(state, task, account, state.block_number))
         self._status.set(condition, block=self._ledger.state.block_number, **facts, **self._maker.pace.describe())
 
     def _describe(self, task: Task, journal: Journal) -> Condition:

@@ -15,7 +15,7 @@ import decimal
 import math
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from protocol.task import ProofProfile
 
@@ -30,6 +30,9 @@ UNITS_PER_NAT = 256
 EVIDENCE_MIN, EVIDENCE_MAX = -(2**15), 2**15 - 1
 #: An honest node's trial reaches this with probability 1 / ALARM at most, over all rounds of a task.
 ALARM = 10**6
+
+#: Rounds whose contributions a description shows.
+STEPS_SHOWN = 8
 
 #: 34 digits as in IEEE 754 decimal128, exponents for a million rounds at either end of a row's range. Sums, products and
 #: quotients are rounded down; `exp` is correctly rounded to nearest, as the decimal arithmetic specification has it.
@@ -87,6 +90,17 @@ def compute_next(trial: Trial, evidence: int) -> Trial:
 def is_alarm(trial: Trial) -> bool:
     """Whether the evidence suffices to call the node a cheat."""
     return trial.value >= ALARM
+
+
+def describe_trial(steps: Sequence[Step]) -> dict[str, Any]:
+    """A trial for people and `--json`: log10 of R_t, where the alarm is, and what the latest rounds added, in nats."""
+    log10 = steps[-1].trial.log10 if steps else None
+    return {
+        "log10": None if log10 is None else round(log10, 3),
+        "alarm_log10": round(math.log10(ALARM), 3),
+        "rounds": len(steps),
+        "nats_by_round": {str(s.round_index): round(s.evidence / UNITS_PER_NAT, 3) for s in steps[-STEPS_SHOWN:]},
+    }
 
 
 def compute_evidence(

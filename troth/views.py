@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from protocol.errors import Reason
+from protocol.evidence import describe_trial
 from protocol.ledger.state import LedgerState, Task
 from protocol.lottery import PPM
 from protocol.rounds import (
@@ -16,6 +17,7 @@ from protocol.rounds import (
     get_num_epochs,
     get_open_round,
     get_outcomes,
+    get_trial,
     is_suspended,
 )
 from protocol.settlement import compute_settlement
@@ -110,7 +112,7 @@ def reason_name(reason: int) -> str:
 
 
 def describe_nodes(state: LedgerState, task: Task) -> list[dict[str, Any]]:
-    """Every node that ever joined a task: stake, standing, audits, unclaimed earnings of final settlements."""
+    """Every node that ever joined a task: stake, standing, audits, evidence, unclaimed earnings of final settlements."""
     earnings = get_final_earnings(state, task)
     newest = max(task.commitments, default=0)
     rows = []
@@ -118,6 +120,7 @@ def describe_nodes(state: LedgerState, task: Task) -> list[dict[str, Any]]:
         history = get_history(state, task, account, state.block_number)
         failed = next((row for row in history if row.status == Status.CHEAT), None)
         participant = state.participants[account]
+        trial = describe_trial(get_trial(state, task, account, state.block_number))
         rows.append(
             {
                 "account": hex_account(account),
@@ -129,6 +132,8 @@ def describe_nodes(state: LedgerState, task: Task) -> list[dict[str, Any]]:
                 "leaves_audited": sum(row.audited for row in history),
                 "leaves_total": sum(row.groups for row in history),
                 "audit_probability": get_audit_ppm(state, task, account, newest) / PPM,
+                "evidence_log10": trial["log10"],
+                "evidence": trial,
                 "suspended": is_suspended(state, task, account, state.block_number),
                 "caught_by": reason_name(failed.reason) if failed else None,
                 "earned": earnings.get(account, 0),

@@ -343,10 +343,10 @@ def test_an_upload_is_repeated_until_a_relay_answers(world):
 FINDING = "replay: slot 3 sample 1 position 2; observed gap 4.2; limit 0.001; sample as assigned"
 
 
-def _judge(world, node, status, reason):
-    """Have three verifiers agree on the node's row of round 0 and publish a report about it."""
+def _judge(world, node, status, reason, evidence=0):
+    """Have three verifiers agree on the node's row of round 0 and publish a report about it, unless it is good."""
     times = get_times(world.task, 0)
-    row = Row(node.ledger.account, status, reason, 8, 100, 1)
+    row = Row(node.ledger.account, status, reason, 8, 100, 1, evidence)
     names = {make_account(name): name for name in ("v0", "v1", "v2")}
     finding = Finding(node.ledger.account, reason, FINDING, (3, 1, 2))
 
@@ -357,7 +357,7 @@ def _judge(world, node, status, reason):
         assert set(get_committee(world.chain.state, world.task, 0)) == set(names)
         for account, name in names.items():
             domain = make_domain(world.chain.chain_id, world.chain.address, world.task_id, Report)
-            report = Report(PROTOCOL_VERSION, world.task_id, 0, account, (finding,))
+            report = Report(PROTOCOL_VERSION, world.task_id, 0, account, (finding,) if reason else ())
             data = seal(make_key(name), domain, report)
             digest, salt, rows = hashlib.sha256(data).digest(), bytes(32), pack_rows([row])
             commitment = compute_verdict_commitment(
@@ -396,6 +396,25 @@ def test_reads_why_a_round_was_refused(world):
         assert parse_rollout(why["reproduce"].split()[-1])[1][2:] == (3, 1)
         [kept] = json.loads((world.directory / "node" / "status.json").read_text())["rejections"]
         assert (kept["round"], kept["reproduce"]) == (0, why["reproduce"])
+
+    run(scenario())
+
+
+def test_sees_its_evidence_and_reads_the_alarm_although_every_verifier_said_good(world):
+    async def scenario():
+        node = Node(world)
+        await _receipted(world, node)
+        await _judge(world, node, Status.GOOD, 0, evidence=20 * 256)
+        [verdict] = node.texts("verdict")
+        assert (verdict["status"], verdict["pay"], verdict["reason"]) == ("cheat", 0, Reason.EVIDENCE)
+        [why] = node.texts("rejected")
+        assert (why["reason"], why["limit"]) == ("evidence", "below 6.0")
+        assert why["observed"] == "log10 of R is 8.385"  # exp(20) / 2
+        assert "nats added by round: 0 +20.000" in why["text"]
+        assert parse_rollout(why["reproduce"].split()[-1])[1][0] == 0
+        shown = json.loads((world.directory / "node" / "status.json").read_text())
+        assert shown["evidence"] == {"log10": 8.385, "alarm_log10": 6.0, "rounds": 1, "nats_by_round": {"0": 20.0}}
+        assert [row["reason"] for row in shown["rejections"]] == ["evidence"]
 
     run(scenario())
 

@@ -27,6 +27,9 @@ def node_status(config: Config = None, json_: Json = False) -> None:
         for name in ("account", "task", "round", "block", "tokens_per_s", "blocks_per_rollout"):
             if name in shown:
                 print(f"{name}: {shown[name]}")
+        if evidence := shown.get("evidence"):
+            nats = ", ".join(f"round {index} {added:+.3f}" for index, added in evidence["nats_by_round"].items())
+            print(f"evidence: log10 {evidence['log10']}, alarm at {evidence['alarm_log10']}; nats added: {nats}")
         for row in shown["rejections"]:
             print(f"rejected in round {row.get('round')}: {row.get('text')}")
             print(f"  observed {row.get('observed') or '-'}, limit {row.get('limit') or '-'}; {row.get('reproduce')}")

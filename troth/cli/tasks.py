@@ -203,8 +203,8 @@ def status(config: Config = None, json_: Json = False) -> None:
         return
     for name, value in shown["task"].items():
         print(f"{name}: {value}")
-    columns = ["account", "stake", "slashed", "groups_good", "audit_probability", "suspended", "caught_by", "unclaimed"]
-    table(shown["nodes"], columns)
+    columns = ["account", "stake", "slashed", "groups_good", "audit_probability", "evidence_log10"]
+    table(shown["nodes"], [*columns, "suspended", "caught_by", "unclaimed"])
 
 
 @app.command()
