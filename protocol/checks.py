@@ -353,6 +353,7 @@ def _replay_failures(
     """The worst replay gap above tolerance, and too many near-ties within it: in a rollout, and in all of them together."""
     tolerance = profile.replay_tolerance_micro / 1e6
     worst, worst_where, failures = 0.0, (0, 0, 0), []
+    crowded: list[tuple[str, int, int, tuple[int, ...]]] = []
     near_ties = [count_near_ties(profile, one.gaps) for one in scored]
     for (slot, number), one, observed in zip(places, scored, near_ties, strict=True):
         position = int(one.gaps.argmax())
@@ -361,7 +362,7 @@ def _replay_failures(
         limit = compute_near_ties_max(profile, len(one.gaps))
         if observed > limit:
             what = f"too many near-ties in slot {slot}, sample {number}, of {len(one.gaps)} sampled tokens"
-            failures.append(_near_ties(what, observed, limit, (slot, number)))
+            crowded.append((what, observed, limit, (slot, number)))
     if worst > tolerance:
         failures.append(
             Reject(
@@ -380,13 +381,11 @@ def _replay_failures(
     limit = compute_near_ties_max(profile, num_tokens, num_rollouts=len(scored))
     if sum(near_ties) > limit:
         what = f"too many near-ties in {len(scored)} audited rollouts of {num_tokens} sampled tokens together"
-        failures.append(_near_ties(what, sum(near_ties), limit, ()))
-    return failures
-
-
-def _near_ties(what: str, observed: int, limit: int, where: tuple[int, ...]) -> Reject:
+        crowded.append((what, sum(near_ties), limit, ()))
     todo = "generate with the dtype and engine pair of the task's profile, and take no runner-up for the winner"
-    return Reject(Reason.NEAR_TIES, what, observed=observed, limit=limit, todo=todo, where=where)
+    for what, observed, limit, where in crowded:
+        failures.append(Reject(Reason.NEAR_TIES, what, observed=observed, limit=limit, todo=todo, where=where))
+    return failures
 
 
 def count_near_ties(profile: ProofProfile, gaps: NDArray[np.float64]) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from protocol.sampling import choose, scores
+from protocol.sampling import sample_tokens
 
 #: pick(logits [n, vocabulary], rows [n], position) -> tokens [n]; rows index the prompts given to `generate`, and the position
 #: in the completion is one for all rows or one for each.
@@ -32,8 +32,10 @@ def make_gumbel_pick(keys: NDArray[np.uint64], *, temperature: float, vocab_size
 
     def pick(logits: Tensor, rows: NDArray[np.int64], position: int | NDArray[np.int64]) -> Tensor:
         positions = np.full(len(rows), position, dtype=np.int64)
-        z = scores(logits.float().numpy(), keys[rows], positions, temperature=temperature, vocab_size=vocab_size)
-        return torch.from_numpy(choose(z))
+        tokens = sample_tokens(
+            logits.float().numpy(), keys[rows], positions, temperature=temperature, vocab_size=vocab_size
+        )
+        return torch.from_numpy(tokens)
 
     return pick
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from protocol.checks import (
     Assignment,
+    compute_near_ties_max,
+    count_near_ties,
     get_assignment,
     make_replays,
     validate_group,
@@ -205,8 +207,8 @@ def _explain_numbers(
     worst, tolerance = int(np.argmax(scored.gaps)), profile.replay_tolerance_micro / 1e6
     gap = float(scored.gaps[worst])
     yield Check("replay", gap <= tolerance, f"gap {gap:.6f} at sampled token {worst}", f"{tolerance:.6f} logit/T")
-    near = int(((scored.gaps > 0) & (scored.gaps <= tolerance)).sum())
-    yield Check("near-ties", None, str(near), f"{profile.near_ties_per_1k_max} per 1,000 tokens of the submission")
+    near, near_max = count_near_ties(profile, scored.gaps), compute_near_ties_max(profile, len(scored.gaps))
+    yield Check("near-ties", near <= near_max, f"{near} of {len(scored.gaps)} sampled tokens", str(near_max))
     yield Check("log-probability", None, f"mean {scored.logprobs.mean():.4f}", "the trainer's own is used")
 
 

@@ -17,6 +17,7 @@ from protocol import checks
 from protocol.assignment import compute_sample_key
 from protocol.errors import Reason
 from protocol.presets import PROFILE_FP32
+from protocol.sampling import scores
 from protocol.verdict import Status
 from tests.adversaries.mutations import put, without
 from tests.support.forge import Court, count_good, count_rollouts, edit_samples, make_dishonest, tokens_of
@@ -261,17 +262,64 @@ def flip_near_ties(court, bundle):
     return court.rewrite(bundle, flip), len(runners)
 
 
+def near_ties_max(court, bundle):
+    """What all audited rollouts of a submission may have together."""
+    sizes = [len(sample.tokens) for group in bundle.groups for sample in group.samples]
+    return checks.compute_near_ties_max(court.spec.profile, sum(sizes), num_rollouts=len(sizes))
+
+
 def test_r15_near_ties_flipped_within_the_tolerance(tolerant_court, monkeypatch):
-    """No single token is out of tolerance; there are too many of them. One is allowed, as honest machines differ."""
+    """No single token is out of tolerance and no rollout has more than one; there are too many of them together. As many
+    as chance gives are allowed, because honest machines differ."""
     court = tolerant_court
     forged = [flip_near_ties(court, one) for one in court.honest().values()]
-    allowed = [bundle for bundle, flips in forged if flips <= 1]
-    greedy = [bundle for bundle, flips in forged if flips > 1]
+    allowed = [bundle for bundle, flips in forged if flips <= near_ties_max(court, bundle)]
+    greedy = [bundle for bundle, flips in forged if flips > near_ties_max(court, bundle)]
     rows = court.rows(court.submit_all(greedy))
-    assert len(rows) >= 40
+    assert len(rows) >= 20
     assert count_good(rows) == 0
     assert {row.reason for row in rows} == {Reason.NEAR_TIES}
     assert {row.status for row in rows} == {Status.UNPAID}
-    assert count_good(court.rows(court.submit_all(allowed))) == len(allowed)
+    assert count_good(court.rows(court.submit_all(allowed))) == len(allowed) > 0
     put(monkeypatch, checks._replay_failures, without(checks._replay_failures, Reason.NEAR_TIES))
+    assert count_good(court.rows(court.submit_all(greedy))) == len(greedy)
+
+
+def steer(court, bundle, place):
+    """One rollout in which every token that has a runner-up within tolerance becomes it: what follows is drawn anew, with the
+    assigned key, so that each choice steers the rest. Returns the forgery and the flips."""
+    slot, number = place
+    assignment, group = court.assignment(bundle.account, bundle.round), bundle.groups[slot]
+    prompt, key = court.environment.prompt(group.prompt_index), court.keys(assignment, slot)[number]
+    tokens, flips = [], 0
+    while len(tokens) < court.spec.sampling.max_tokens and EOS not in tokens:
+        z = scores(
+            court._logits((*prompt, *tokens)),
+            np.array([key], dtype=np.uint64),
+            np.array([len(tokens)]),
+            temperature=court.spec.sampling.temperature_milli / 1000,
+            vocab_size=VOCAB,
+        )[0]
+        first, second = np.argsort(z)[::-1][:2]
+        flipped = bool(z[first] - z[second] < 0.99 and second != EOS)
+        tokens, flips = [*tokens, int(second if flipped else first)], flips + flipped
+    edit = lambda at, sample, given: tuple(tokens) if (at, sample) == place else given  # noqa: E731
+    return court.rewrite(bundle, edit), flips
+
+
+def test_r15_near_ties_of_one_rollout(tolerant_court, monkeypatch):
+    """All flips are in one rollout, and fewer than the submission as a whole may have: its own cap finds them."""
+    court = tolerant_court
+    steered = [(one, *steer(court, one, (0, 0))) for one in court.honest().values()]
+    greedy = [bundle for one, bundle, flips in steered if 1 < flips <= near_ties_max(court, one)]
+    allowed = [bundle for _, bundle, flips in steered if flips <= 1]
+    judgement = court.judge(court.submit_all(greedy))
+    assert len(judgement.rows) >= 10
+    assert {(row.status, row.reason) for row in judgement.rows} == {(Status.UNPAID, Reason.NEAR_TIES)}
+    for finding in judgement.findings:
+        assert finding.where == (0, 0)
+        assert "slot 0, sample 0" in finding.text
+        assert "limit 1; generate with" in finding.text
+    assert count_good(court.rows(court.submit_all(allowed))) == len(allowed) > 0
+    monkeypatch.setattr(checks, "compute_near_ties_max", lambda profile, num_tokens, num_rollouts=1: 3)
     assert count_good(court.rows(court.submit_all(greedy))) == len(greedy)
