@@ -121,23 +121,27 @@ class Books:
         verdicts: Mapping[str, tuple[Status, int, int]],
         *,
         verifiers: tuple[str, ...] | None = None,
+        evidence: Mapping[str, int] | None = None,
     ) -> None:
-        """Have the committee (or these verifiers) reveal status, groups and tokens of nodes, and let the reveals be over."""
+        """Have the committee (or these verifiers) reveal status, groups and tokens of nodes, with this evidence (0 where
+        none is given), and let the reveals be over."""
         times = get_times(self.task, index)
-        rows = [
-            Row(make_account(name), status, 0 if status is Status.GOOD else int(Reason.REPLAY), groups, tokens, 1)
-            for name, (status, groups, tokens) in verdicts.items()
-        ]
+        rows = []
+        for name, (status, groups, tokens) in verdicts.items():
+            reason, weight = 0 if status is Status.GOOD else int(Reason.REPLAY), (evidence or {}).get(name, 0)
+            rows.append(Row(make_account(name), status, reason, groups, tokens, 1, weight))
         committee = get_committee(self.state, self.task, index)
         for verifier in committee if verifiers is None else [make_account(name) for name in verifiers]:
             revealed = events.VerdictRevealed(TASK, index, verifier, pack_rows(rows), bytes(32))
             self.emit(revealed, times.verdict_reveal_deadline)
         self.state.block_number = max(self.state.block_number, times.verdict_reveal_deadline + 1)
 
-    def play(self, index: int, verdicts: Mapping[str, tuple[Status, int, int]]) -> None:
+    def play(
+        self, index: int, verdicts: Mapping[str, tuple[Status, int, int]], evidence: Mapping[str, int] | None = None
+    ) -> None:
         """A whole round in which each of these nodes commits its groups, is receipted and judged as said."""
         self.open(index)
         for name, (_, groups, _) in verdicts.items():
             self.submit(index, name, groups)
         self.close(index)
-        self.say(index, verdicts)
+        self.say(index, verdicts, evidence=evidence)
