@@ -2,6 +2,7 @@
 
 Noise is a function of key and position alone, so at small vocabularies, where a call costs more than its arithmetic, it is made
 some positions ahead for each row. Nothing that is kept can be wrong for a row: it is found by the row's key and position.
+Logits on an accelerator are sampled from there (models.gumbel).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from inference.memory import SAMPLE_SCORES_MAX
+from models import gumbel
+from models.gumbel import is_elsewhere
 from protocol.errors import Fault
 from protocol.sampling import choose, gumbel_noise, sample_tokens
 
 #: Largest vocabulary whose noise is made ahead, and positions that are made at once.
 AHEAD_VOCAB_MAX = 256
 AHEAD_POSITIONS = 8
+NOT_FINITE = "the policy gives logits that are not finite: nothing can be sampled from it"
 
 
 class Draw(Protocol):
@@ -68,12 +72,14 @@ class ReplayableDraw:
         slots: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """See `Draw`."""
+        if is_elsewhere(logits):
+            return self._draw_elsewhere(logits, keys, positions)
         host = logits.float().cpu().numpy()
         # A sum is finite only if every term is, and costs a fraction of looking at each.
         with np.errstate(invalid="ignore"):
             total = host.sum()
         if not np.isfinite(total) and not np.isfinite(host).all():
-            raise Fault("the policy gives logits that are not finite: nothing can be sampled from it")
+            raise Fault(NOT_FINITE)
         vocab = _limit(host.shape[1], self._vocab_size)
         if vocab <= AHEAD_VOCAB_MAX:
             noise = self._look_up(keys, positions, slots, vocab)
@@ -86,6 +92,15 @@ class ReplayableDraw:
                 sample_tokens(host[rows], keys[rows], positions[rows], temperature=self._temperature, vocab_size=vocab)
             )
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _draw_elsewhere(
+        self, logits: torch.Tensor, keys: NDArray[np.uint64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The same tokens from logits on an accelerator: only the winners travel."""
+        if not bool(torch.isfinite(logits).all()):
+            raise Fault(NOT_FINITE)
+        vocab = _limit(logits.shape[1], self._vocab_size)
+        return gumbel.sample_tokens(logits, keys, positions, temperature=self._temperature, vocab_size=vocab)
 
     def _look_up(
         self, keys: NDArray[np.uint64], positions: NDArray[np.int64], slots: NDArray[np.int64], vocab: int

@@ -19,6 +19,7 @@ import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from models import gumbel
 from protocol.errors import Fault
 from protocol.sampling import sample_tokens
 
@@ -70,11 +71,12 @@ class GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # vllm is optional: w
         for (temperature, vocab_size), rows in groups.items():
             index = torch.tensor(rows, device=logits.device)
             limit = min(vocab_size, logits.shape[1])
-            values = logits[index, :limit].float().cpu().numpy()
-            if not np.isfinite(values).all():
+            values = logits[index, :limit].float()
+            if not bool(torch.isfinite(values).all()):
                 raise Fault("the policy gives logits that are not finite: nothing can be sampled from it")
             draws = [self._rows[row] for row in rows]
-            tokens = sample_tokens(
+            sample: Any = gumbel.sample_tokens if gumbel.is_elsewhere(logits) else _sample_here
+            tokens = sample(
                 values,
                 np.array([draw.key for draw in draws], dtype=np.uint64),
                 np.array([draw.offset + len(draw.output) for draw in draws], dtype=np.int64),
@@ -84,6 +86,11 @@ class GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # vllm is optional: w
             logits[index] = float("-inf")
             logits[index, torch.from_numpy(tokens).to(logits.device)] = 0.0
         return logits
+
+
+def _sample_here(values: torch.Tensor, *rest: Any, **terms: Any) -> Any:
+    """`sample_tokens` of logits in the host's memory."""
+    return sample_tokens(values.numpy(), *rest, **terms)
 
 
 def _read_draw(params: Any, prompt: list[int] | None, output: list[int]) -> _Draw | None:

@@ -177,11 +177,13 @@ class Scored(NamedTuple):
         hidden: uint16 bf16 bit patterns, [sampled, hidden], same rows as `Generation.hidden`.
         gaps: float64 [sampled], max(z) - z[token] with z = logits / T + gumbel; 0 where the replay hits.
         logprobs: float64 [sampled], log softmax(logits / T) at the token.
+        winners: int64 [sampled], the tokens that sampling gives; for people who look, None where nobody asked.
     """
 
     hidden: NDArray[np.uint16]
     gaps: NDArray[np.float64]
     logprobs: NDArray[np.float64]
+    winners: NDArray[np.int64] | None = None
 
 
 class Scorer(Protocol):

@@ -9,13 +9,13 @@ The token is argmax over v of z[v] = logits[v] / T + g[v], lowest id first on a 
 Drawn this way a token has the softmax distribution at temperature T (Gumbel-max), and given policy and key there is one
 right completion up to honest near-ties.
 
-`scores` is the definition. `sample_tokens` and `compute_gaps` give exactly what follows from it, faster where it matters
-(protocol.kernels.gumbel says why nothing changes).
+`scores` is the definition. `sample_tokens`, `replay_tokens` and `compute_gaps` give exactly what follows from it, faster where
+it matters (protocol.kernels.gumbel says why nothing changes); models.gumbel is the same for logits on an accelerator.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,6 +124,52 @@ def sample_tokens(
     return winners
 
 
+class Replayed(NamedTuple):
+    """How tokens compare with those that sampling gives.
+
+    Attributes:
+        winners: int64 [n], the sampled token of each row.
+        gaps: float64 [n], the replay gap of each row's token, infinite where a valid logit is not finite.
+    """
+
+    winners: NDArray[np.int64]
+    gaps: NDArray[np.float64]
+
+
+def replay_tokens(
+    logits: NDArray[np.float32],
+    keys: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    *,
+    temperature: float,
+    vocab_size: int,
+) -> Replayed:
+    """Each row's winner and replay gap: `choose(z)` and `replay_gaps(z, tokens)` with z = `scores(...)`, without the noise of
+    all other tokens.
+
+    Args:
+        tokens: int64 [n], the tokens under test; see `sample_tokens` for the rest.
+    """
+    found = _find_winners(logits, keys, positions, temperature, vocab_size)
+    if found is None or not ((tokens >= 0) & (tokens < vocab_size)).all():
+        z = scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size)
+        return Replayed(choose(z), replay_gaps(z, tokens))
+    kernel, winners, flags = found
+    close, settled = np.flatnonzero(flags & _CLOSE), np.flatnonzero(flags & _CLOSE == 0)
+    gaps = np.empty(len(tokens))
+    pairs, rows = np.concatenate([winners[settled], tokens[settled]]), np.tile(settled, 2)
+    words = np.empty(len(rows), dtype=np.uint32)
+    kernel.fill_words(dense(keys[rows], np.uint64), dense(positions[rows], np.int64), dense(pairs, np.int64), words)
+    z = logits[rows, pairs].astype(np.float64) / temperature + _to_gumbel(words)
+    gaps[settled] = z[: len(settled)] - z[len(settled) :]
+    if len(close):
+        z = scores(logits[close], keys[close], positions[close], temperature=temperature, vocab_size=vocab_size)
+        winners[close], gaps[close] = choose(z), replay_gaps(z, tokens[close])
+    gaps[flags & _NON_FINITE != 0] = np.inf
+    return Replayed(winners, gaps)
+
+
 def compute_gaps(
     logits: NDArray[np.float32],
     keys: NDArray[np.uint64],
@@ -133,44 +179,32 @@ def compute_gaps(
     temperature: float,
     vocab_size: int,
 ) -> NDArray[np.float64]:
-    """The replay gap of each row's token: `replay_gaps(scores(...), tokens)`, without the noise of all others.
-
-    Args:
-        tokens: int64 [n], the tokens under test; see `sample_tokens` for the rest.
-
-    Returns:
-        float64 [n], infinite where a valid logit is not finite.
-    """
-    found = _find_winners(logits, keys, positions, temperature, vocab_size)
-    if found is None or not ((tokens >= 0) & (tokens < vocab_size)).all():
-        return replay_gaps(scores(logits, keys, positions, temperature=temperature, vocab_size=vocab_size), tokens)
-    kernel, winners, flags = found
-    close, settled = np.flatnonzero(flags & _CLOSE), np.flatnonzero(flags & _CLOSE == 0)
-    gaps = np.empty(len(tokens))
-    pairs = np.concatenate([winners[settled], tokens[settled]])
-    z = _score_tokens(kernel, logits, keys, positions, np.tile(settled, 2), pairs, temperature)
-    gaps[settled] = z[: len(settled)] - z[len(settled) :]
-    if len(close):
-        z = scores(logits[close], keys[close], positions[close], temperature=temperature, vocab_size=vocab_size)
-        gaps[close] = replay_gaps(z, tokens[close])
-    gaps[flags & _NON_FINITE != 0] = np.inf
-    return gaps
+    """The replay gap of each row's token: the gaps of `replay_tokens`."""
+    return replay_tokens(logits, keys, positions, tokens, temperature=temperature, vocab_size=vocab_size).gaps
 
 
-def _score_tokens(
-    kernel: Any,
+def score_tokens(
     logits: NDArray[np.float32],
     keys: NDArray[np.uint64],
     positions: NDArray[np.int64],
-    rows: NDArray[np.int64],
     tokens: NDArray[np.int64],
+    *,
     temperature: float,
 ) -> NDArray[np.float64]:
-    """z of one token of each of `rows`, float64 [rows]: the same arithmetic as in `scores`."""
-    words = np.empty(len(rows), dtype=np.uint32)
-    kernel.fill_words(dense(keys[rows], np.uint64), dense(positions[rows], np.int64), dense(tokens, np.int64), words)
-    scaled: NDArray[np.float64] = logits[rows, tokens].astype(np.float64) / temperature
-    return scaled + _to_gumbel(words)
+    """z of single tokens by the same arithmetic as in `scores`.
+
+    Args:
+        logits: float32 [n], each token's own logit.
+        tokens: int64 [n], not negative.
+
+    Returns:
+        float64 [n].
+    """
+    counter = np.zeros((len(tokens), 4), dtype=np.uint32)
+    counter[:, 0], counter[:, 1] = tokens // 4, positions.astype(np.uint32)
+    words = philox4x32(counter, _split(keys))[np.arange(len(tokens)), tokens % 4]
+    z: NDArray[np.float64] = logits.astype(np.float64) / temperature + _to_gumbel(words)
+    return z
 
 
 def _find_winners(

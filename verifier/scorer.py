@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from models import gumbel
 from models.policy import load_model
 from protocol.errors import ConfigError, Fault
 from protocol.ports import SampleRequest, Scored
-from protocol.sampling import compute_gaps
+from protocol.sampling import Replayed, replay_tokens
 from protocol.toploc import to_bf16_bits
 
 #: Padded tokens of one forward pass.
@@ -118,10 +119,10 @@ class TorchScorer:
         positions = np.concatenate([row.sampled for row in rows])
         tokens = np.concatenate([np.asarray(row.completion, dtype=np.int64)[row.sampled] for row in rows])
         self._require_tokens(tokens, self._count_tokens())
-        gaps, logprobs = self._replay(hidden, keys, positions, tokens, temperature)
+        replayed, logprobs = self._replay(hidden, keys, positions, tokens, temperature)
         ends = np.cumsum([len(row.sampled) for row in rows]).tolist()
         parts = [slice(end - len(row.sampled), end) for row, end in zip(rows, ends, strict=True)]
-        return [Scored(bits[part], gaps[part], logprobs[part]) for part in parts]
+        return [Scored(bits[part], replayed.gaps[part], logprobs[part], replayed.winners[part]) for part in parts]
 
     def _count_tokens(self) -> int:
         """Tokens that may be sampled."""
@@ -165,21 +166,31 @@ class TorchScorer:
         positions: NDArray[np.int64],
         tokens: NDArray[np.int64],
         temperature: float,
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Replay gaps and log-probabilities of every completion token, float64 [tokens] each."""
+    ) -> tuple[Replayed, NDArray[np.float64]]:
+        """Winners and gaps, and the log-probability, of every completion token, float64 [tokens].
+
+        Where the logits are on an accelerator they stay there: only what a row is decided by travels.
+        """
         head, vocab_size = self._model.get_output_embeddings(), self._count_tokens()
-        gaps, logprobs = np.empty(len(tokens)), np.empty(len(tokens))
+        winners, gaps, logprobs = np.empty(len(tokens), dtype=np.int64), np.empty(len(tokens)), np.empty(len(tokens))
         step = max(1, LOGITS_MAX // vocab_size)
         for start in range(0, len(tokens), step):
             part = slice(start, start + step)
-            logits = head(hidden[part]).float().cpu().numpy()
-            gaps[part] = compute_gaps(
-                logits, keys[part], positions[part], tokens[part], temperature=temperature, vocab_size=vocab_size
-            )
-            scaled = logits[:, :vocab_size].astype(np.float64) / temperature
-            peak = scaled.max(axis=1, keepdims=True)
-            total = peak[:, 0] + np.log(np.exp(scaled - peak).sum(axis=1))
-            logprobs[part] = scaled[np.arange(len(scaled)), tokens[part]] - total
+            logits = head(hidden[part]).float()
+            terms = (keys[part], positions[part], tokens[part])
+            if gumbel.is_elsewhere(logits):
+                found = gumbel.replay_tokens(logits, *terms, temperature=temperature, vocab_size=vocab_size)
+                scaled = logits[:, :vocab_size].double() / temperature
+                given = torch.from_numpy(np.ascontiguousarray(tokens[part])).to(scaled.device)[:, None]
+                picked = torch.gather(scaled, 1, given)[:, 0] - torch.logsumexp(scaled, dim=1)
+                logprobs[part] = picked.cpu().numpy()
+            else:
+                found = replay_tokens(logits.numpy(), *terms, temperature=temperature, vocab_size=vocab_size)
+                host = logits.numpy()[:, :vocab_size].astype(np.float64) / temperature
+                peak = host.max(axis=1, keepdims=True)
+                total = peak[:, 0] + np.log(np.exp(host - peak).sum(axis=1))
+                logprobs[part] = host[np.arange(len(host)), tokens[part]] - total
+            winners[part], gaps[part] = found
         if not np.isfinite(gaps).all():
             raise Fault("the policy's own logits are not finite: no verdict can follow from them")
-        return gaps, logprobs
+        return Replayed(winners, gaps), logprobs

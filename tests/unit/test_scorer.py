@@ -195,3 +195,15 @@ def test_tokens_beyond_the_environments_vocabulary_are_a_fault(folder):
     narrow.load(folder)
     with pytest.raises(Fault, match="the policy has no token 20, limit 15"):
         narrow.score([SampleRequest((20, 6), 1)], [(3, 20)], temperature=1.0)
+
+
+def test_logits_that_are_elsewhere_give_the_same_gaps_winners_and_log_probabilities(engine, scorer, monkeypatch):
+    requests = make_requests(11, [3, 9, 4])
+    completions = [one.tokens for one in generate(engine, requests)]
+    completions[1] = (2, *completions[1][1:])
+    here = scorer.score(requests, completions, temperature=0.8)
+    monkeypatch.setattr("models.gumbel.is_elsewhere", lambda logits: True)
+    for a, b in zip(here, scorer.score(requests, completions, temperature=0.8), strict=True):
+        assert a.gaps.tobytes() == b.gaps.tobytes()
+        assert a.winners.tolist() == b.winners.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-12)
