@@ -15,6 +15,7 @@ import decimal
 import math
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from protocol.task import ProofProfile
@@ -83,8 +84,13 @@ def compute_next(trial: Trial, evidence: int) -> Trial:
     """The trial after one more judged round: R_t = exp(evidence / 256) (R_{t-1} + 1 / (t (t + 1)))."""
     rounds = trial.rounds + 1
     weight = _CONTEXT.divide(Decimal(1), Decimal(rounds * (rounds + 1)))
-    factor = _CONTEXT.exp(_CONTEXT.divide(Decimal(evidence), Decimal(UNITS_PER_NAT)))
-    return Trial(rounds, _CONTEXT.multiply(factor, _CONTEXT.add(trial.value, weight)))
+    return Trial(rounds, _CONTEXT.multiply(_exp(evidence), _CONTEXT.add(trial.value, weight)))
+
+
+@lru_cache(maxsize=4096)
+def _exp(evidence: int) -> Decimal:
+    """exp(evidence / 256)."""
+    return _CONTEXT.exp(_CONTEXT.divide(Decimal(evidence), Decimal(UNITS_PER_NAT)))
 
 
 def is_alarm(trial: Trial) -> bool:
