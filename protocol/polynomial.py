@@ -1,4 +1,4 @@
-"""The numeric core of TOPLOC: top entries, modulus, and polynomials over the field of 65497 elements.
+"""The numeric core of TOPLOC: top entries, modulus, polynomials over the field of 65497 elements, comparison.
 
 Exact integer arithmetic on batches of equally long chunks, in an array form here and in a compiled form
 (protocol.kernels.toploc) that gives the same integers. protocol.toploc says what they mean.
@@ -23,81 +23,114 @@ LARGE_CHUNK = 8192
 ARRAY_CHUNK_NS, ARRAY_ENTRY_NS, ARRAY_TOP_NS = 50_000, 40, 1500
 
 
-def find_top(batch: NDArray[np.uint16], k: int, whose: str) -> NDArray[np.int64]:
-    """Indices of the k largest magnitudes of each chunk, lowest index first among equals.
+def find_top(batch: NDArray[np.uint16], k: int, whose: str) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+    """The k largest magnitudes of each chunk, lowest index first among equals.
 
     Args:
-        batch: bf16 bit patterns [chunks, n].
-        k: at most n.
+        batch: bf16 bit patterns [chunks, n], n < 2^31.
+        k: 1 to n.
         whose: whose activations these are, for the message.
 
     Returns:
-        int64 [chunks, k], in no particular order.
+        Their indices, int64 [chunks, k], in no particular order, and the bit patterns there, uint16 [chunks, k].
 
     Raises:
         Fault: when an entry is not finite.
     """
-    kernel, broken = _kernel(batch, k), False
+    kernel, shape = _kernel(len(batch), k, n=batch.shape[1]), (len(batch), k)
     if kernel is not None:
-        indices: NDArray[np.int64] = np.empty((len(batch), k), dtype=np.int64)
-        broken = kernel.find_top(dense(batch, np.uint16), indices) == kernel.NON_FINITE
-    elif ((batch & _EXPONENT) == _EXPONENT).any():
-        broken = True
-    else:
-        indices = _top_indices(batch, k)
-    if broken:
-        raise Fault(f"{whose} activations are not finite: nothing can be committed to or compared with them")
-    return indices
+        indices: NDArray[np.int64] = np.empty(shape, dtype=np.int64)
+        values: NDArray[np.uint16] = np.empty(shape, dtype=np.uint16)
+        if kernel.find_top(dense(batch, np.uint16), indices, values) == kernel.NON_FINITE:
+            raise Fault(NON_FINITE.format(whose=whose))
+        return indices, values
+    if ((batch & _EXPONENT) == _EXPONENT).any():
+        raise Fault(NON_FINITE.format(whose=whose))
+    indices = _top_indices(batch, k)
+    return indices, np.take_along_axis(batch, indices, axis=1)
 
 
-def commit(batch: NDArray[np.uint16], indices: NDArray[np.int64]) -> NDArray[np.uint16]:
+def commit(indices: NDArray[np.int64], values: NDArray[np.uint16]) -> NDArray[np.uint16]:
     """Modulus, then coefficients, constant first, of each chunk's polynomial: uint16 [chunks, 1 + k].
 
     Args:
-        batch: bf16 bit patterns [chunks, n], finite.
         indices: int64 [chunks, k] as `find_top` gives them.
+        values: finite bf16 bit patterns there, uint16 [chunks, k].
 
     Raises:
         Fault: when no modulus keeps a chunk's indices distinct.
     """
-    kernel = _kernel(batch, indices.shape[1])
+    chunks, k = indices.shape
+    kernel = _kernel(chunks, k)
     if kernel is not None:
-        words = np.empty((len(batch), 1 + indices.shape[1]), dtype=np.uint16)
-        done = kernel.commit(dense(batch, np.uint16), dense(indices, np.int64), _inverses(), words)
+        words = np.empty((chunks, 1 + k), dtype=np.uint16)
+        done = kernel.commit(dense(indices, np.int64), dense(values, np.uint16), _inverses(), words)
         if done == kernel.NO_MODULUS:
             raise Fault(_NO_MODULUS)
         return words
     moduli = np.array([_modulus(row) for row in indices], dtype=np.int64)
-    values = np.take_along_axis(batch, indices, axis=1).astype(np.int64)
-    coefficients = _interpolate(indices % moduli[:, None], values)
+    coefficients = _interpolate(indices % moduli[:, None], values.astype(np.int64))
     made: NDArray[np.uint16] = np.concatenate([moduli[:, None], coefficients], axis=1).astype(np.uint16)
     return made
 
 
-def evaluate(
-    coefficients: NDArray[np.int64], indices: NDArray[np.int64], moduli: NDArray[np.int64]
-) -> NDArray[np.uint16]:
+def evaluate(words: NDArray[np.uint16], indices: NDArray[np.int64]) -> NDArray[np.uint16]:
     """Value of each chunk's polynomial at its indices mod its modulus: uint16 [chunks, k].
 
     Args:
-        coefficients: field elements [chunks, k], constant first.
+        words: modulus, at least 1, then coefficients, which are field elements, constant first: uint16 [chunks, 1 + k].
         indices: int64 [chunks, k].
-        moduli: int64 [chunks].
     """
-    kernel = _kernel(indices, indices.shape[1])
+    chunks, k = indices.shape
+    kernel = _kernel(chunks, k)
     if kernel is None:
-        return _evaluate(coefficients, indices % moduli[:, None]).astype(np.uint16)
-    values = np.empty(indices.shape, dtype=np.uint16)
-    kernel.evaluate(dense(coefficients, np.int64), dense(indices, np.int64), dense(moduli, np.int64), values)
+        wide = words.astype(np.int64)
+        return _evaluate(wide[:, 1:], indices % wide[:, :1]).astype(np.uint16)
+    values = np.empty((chunks, k), dtype=np.uint16)
+    kernel.evaluate(dense(words, np.uint16), dense(indices, np.int64), values)
     return values
 
 
-def _kernel(batch: NDArray[Any], k: int) -> Any | None:
-    chunks, n = batch.shape
+def compare(mine: NDArray[np.uint16], theirs: NDArray[np.uint16], orders: int) -> NDArray[np.int64]:
+    """How the bit patterns of two chunks differ, entry by entry.
+
+    Args:
+        mine / theirs: finite bf16 bit patterns of the same entries, uint16 [chunks, k]; `theirs` may be any patterns.
+        orders: entries whose exponent in `mine` is more than this below the chunk's largest are left out.
+
+    Returns:
+        int64 [chunks, 6]: entries whose sign or exponent differs; whose exponent differs; the sum, and the upper median (0 if
+        none), of absolute mantissa differences where exponents agree; entries compared; and those that differ at all.
+    """
+    chunks, k = mine.shape
+    counts: NDArray[np.int64] = np.empty((chunks, 6), dtype=np.int64)
+    kernel = _kernel(chunks, k)
+    if kernel is not None:
+        kernel.compare(dense(mine, np.uint16), dense(theirs, np.uint16), orders, counts)
+        return counts
+    exponents = (mine & _EXPONENT) >> 7
+    compared = exponents + orders >= exponents.max(axis=1, keepdims=True)
+    agree = compared & ((mine ^ theirs) & _EXPONENT == 0)
+    mantissa = np.abs((mine & 0x7F).astype(np.int64) - (theirs & 0x7F).astype(np.int64))
+    num_agree = agree.sum(axis=1)
+    ordered = np.sort(np.where(agree, mantissa, 128), axis=1)
+    middle = np.take_along_axis(ordered, np.minimum(num_agree // 2, k - 1)[:, None], axis=1)[:, 0]
+    counts[:, 0] = (compared & ((mine ^ theirs) >> 7 != 0)).sum(axis=1)
+    counts[:, 1] = compared.sum(axis=1) - num_agree
+    counts[:, 2] = np.where(agree, mantissa, 0).sum(axis=1)
+    counts[:, 3] = np.where(num_agree > 0, middle, 0)
+    counts[:, 4] = compared.sum(axis=1)
+    counts[:, 5] = (compared & (mine != theirs)).sum(axis=1)
+    return counts
+
+
+def _kernel(chunks: int, k: int, *, n: int = 0) -> Any | None:
     cost_ns = chunks * (ARRAY_CHUNK_NS + n * ARRAY_ENTRY_NS + k * ARRAY_TOP_NS) // 2  # asked twice for each chunk
     return kernels.get("toploc", cost_ns=cost_ns, large=n >= LARGE_CHUNK)
 
 
+#: What is said of activations that are not finite.
+NON_FINITE = "{whose} activations are not finite: nothing can be committed to or compared with them"
 _NO_MODULUS = "no modulus keeps the top indices distinct: use a smaller top-k or chunk"
 
 

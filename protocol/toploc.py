@@ -10,24 +10,29 @@ Deviations from the reference library: ties go to the lowest flat index, a sign 
 non-finite activations are refused on both sides, and the parser refuses everything that is not exactly well-formed.
 k is min(k, rows * hidden) in a short chunk. Such a chunk can commit to entries so near zero that honest rounding changes all
 of their bits; entries below 2^-10 of the chunk's largest, by the verifier's own exponents, are not compared.
-The numbers themselves are made in protocol.polynomial.
+The numbers themselves are made in protocol.polynomial. Where activations live on a device only their top entries need to
+travel: models.topk finds them there, and `TopEntries` stands for the activations here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import Reason, Reject
-from protocol.polynomial import PRIME, commit, evaluate, find_top
+from protocol.errors import Fault, Reason, Reject
+from protocol.polynomial import NON_FINITE, PRIME, commit, compare, evaluate, find_top
 
 _EXPONENT = np.uint16(0x7F80)
 #: Binary orders of magnitude below the chunk's largest entry within which entries are compared. In fp32 the noise of a state
 #: is about 2^-20 of its largest entry, so an entry this small is still good to a bf16 ulp (2^-8 of itself).
 _ORDERS = 10
+#: Below it no modulus is valid, whatever a task's profile says: half of what a word holds.
+MODULUS_MIN = 32769
+T = TypeVar("T")
 
 
 class ChunkMatch(NamedTuple):
@@ -50,6 +55,30 @@ class ChunkMatch(NamedTuple):
     differing: int
 
 
+class TopEntries(NamedTuple):
+    """The part of a completion's activations that commitments depend on: the largest entries of each chunk.
+
+    Attributes:
+        num_tokens / hidden: shape of the activations.
+        indices: int64 [chunks, width], flat index (row * hidden + dim) within the chunk, each at most once a chunk; width is
+            min(topk, min(chunk, num_tokens) * hidden).
+        values: uint16 [chunks, width], the bf16 bit patterns there. A last chunk of fewer than `width` entries has them first;
+            what follows is not looked at.
+    """
+
+    num_tokens: int
+    hidden: int
+    indices: NDArray[np.int64]
+    values: NDArray[np.uint16]
+
+
+#: What commitments are built from and compared with: bf16 bit patterns [num_tokens, hidden], or their top entries.
+Activations = NDArray[np.uint16] | TopEntries
+
+
+_UNMATCHED = ChunkMatch(0, 0, float("inf"), float("inf"), 0, 0)
+
+
 def to_bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round fp32 to bf16, nearest even, and return the bit patterns. Non-finite values stay non-finite."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
@@ -68,23 +97,111 @@ def compute_proof_bytes(rows: int, hidden: int, topk: int) -> int:
     return 2 + 2 * min(topk, rows * hidden)
 
 
-def _chunks(hidden: NDArray[np.uint16], chunk: int) -> list[NDArray[np.uint16]]:
-    return [hidden[start : start + chunk].reshape(-1) for start in range(0, len(hidden), chunk)]
+def compute_sizes(num_tokens: int, hidden: int, *, topk: int, chunk: int) -> list[int]:
+    """Entries that each chunk of a completion commits to."""
+    return [min(topk, min(chunk, num_tokens - start) * hidden) for start in range(0, num_tokens, chunk)]
 
 
-def _by_length(flats: Sequence[NDArray[np.uint16]]) -> dict[int, list[int]]:
-    """Positions of equally long chunks, so that each length is one vectorised batch."""
-    groups: dict[int, list[int]] = {}
-    for i, flat in enumerate(flats):
-        groups.setdefault(len(flat), []).append(i)
-    return groups
+def find_top_entries(hidden: NDArray[np.uint16], *, topk: int, chunk: int, whose: str = "the engine's") -> TopEntries:
+    """Top entries of a completion's chunks.
+
+    Args:
+        hidden: uint16 bf16 bit patterns [num_tokens, hidden].
+        topk: entries per chunk.
+        chunk: tokens per commitment.
+        whose: whose activations these are, for the message.
+
+    Raises:
+        Fault: when an activation is not finite.
+    """
+    rows, width = hidden.shape
+    sizes = compute_sizes(rows, width, topk=topk, chunk=chunk)
+    dense, whole = np.ascontiguousarray(hidden), rows // chunk
+    parts = []
+    if whole:
+        parts.append(find_top(dense[: whole * chunk].reshape(whole, chunk * width), sizes[0], whose))
+    if whole * chunk < rows:
+        indices, values = find_top(dense[whole * chunk :].reshape(1, -1), sizes[-1], whose)
+        missing = ((0, 0), (0, sizes[0] - sizes[-1]))
+        parts.append((np.pad(indices, missing), np.pad(values, missing)) if sizes[-1] < sizes[0] else (indices, values))
+    if len(parts) == 1:
+        return TopEntries(rows, width, *parts[0])
+    if not parts:
+        return TopEntries(rows, width, np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.uint16))
+    (first, first_values), (last, last_values) = parts
+    return TopEntries(rows, width, np.concatenate([first, last]), np.concatenate([first_values, last_values]))
 
 
-def build_proofs(hiddens: Sequence[NDArray[np.uint16]], *, topk: int, chunk: int) -> list[tuple[bytes, ...]]:
+def _validate_top_entries(top: TopEntries, *, topk: int, chunk: int, whose: str) -> None:
+    """Entries that others found must be possible ones: a commitment to anything else would be refused by everybody."""
+    sizes = compute_sizes(top.num_tokens, top.hidden, topk=topk, chunk=chunk)
+    shape = (len(sizes), sizes[0] if sizes else 0)
+    if top.indices.shape != shape or top.values.shape != shape:
+        raise Fault(
+            f"{whose} top entries have shapes {top.indices.shape} and {top.values.shape} where {top.num_tokens} x "
+            f"{top.hidden} activations give {shape}: find them with the task's topk {topk} and chunk {chunk}"
+        )
+    for number, size in enumerate(sizes):
+        indices, length = np.sort(top.indices[number, :size]), min(chunk, top.num_tokens - number * chunk) * top.hidden
+        if indices[0] < 0 or indices[-1] >= length or (indices[1:] == indices[:-1]).any():
+            raise Fault(f"{whose} top entries of chunk {number} are not {size} different indices below {length}")
+        if ((top.values[number, :size] & _EXPONENT) == _EXPONENT).any():
+            raise Fault(NON_FINITE.format(whose=whose))
+
+
+class _Batch(NamedTuple):
+    """Top entries of many completions, chunk after chunk: [chunks, width], and how many of each chunk count."""
+
+    indices: NDArray[np.int64]
+    values: NDArray[np.uint16]
+    sizes: list[int]
+    ends: list[int]  # a zero, then per completion the chunk after its last
+
+
+def _by_size(sizes: list[int]) -> list[tuple[slice | list[int], int]]:
+    """Positions of chunks that commit to equally many entries: each size is one vectorised call."""
+    distinct = sorted(set(sizes))
+    if len(distinct) == 1:
+        return [(slice(0, len(sizes)), distinct[0])]
+    return [([i for i, one in enumerate(sizes) if one == size], size) for size in distinct]
+
+
+def _place(all_of_them: list[T], chosen: slice | list[int], some: list[T]) -> None:
+    if isinstance(chosen, slice):
+        all_of_them[chosen] = some
+    else:
+        for position, one in zip(chosen, some, strict=True):
+            all_of_them[position] = one
+
+
+def _gather(hiddens: Sequence[Activations], *, topk: int, chunk: int, whose: str) -> _Batch:
+    """Find or check the top entries of all completions."""
+    tops, sizes, ends = [], [], [0]
+    for one in hiddens:
+        if isinstance(one, TopEntries):
+            _validate_top_entries(one, topk=topk, chunk=chunk, whose=whose)
+            top = one
+        else:
+            top = find_top_entries(one, topk=topk, chunk=chunk, whose=whose)
+        tops.append(top)
+        sizes += compute_sizes(top.num_tokens, top.hidden, topk=topk, chunk=chunk)
+        ends.append(len(sizes))
+    if len(tops) == 1:
+        indices, values = tops[0].indices, tops[0].values
+    else:
+        width = max((top.indices.shape[1] for top in tops), default=0)
+        indices, values = np.zeros((len(sizes), width), dtype=np.int64), np.zeros((len(sizes), width), dtype=np.uint16)
+        for top, (start, end) in zip(tops, pairwise(ends), strict=True):
+            indices[start:end, : top.indices.shape[1]] = top.indices
+            values[start:end, : top.indices.shape[1]] = top.values
+    return _Batch(indices, values, sizes, ends)
+
+
+def build_proofs(hiddens: Sequence[Activations], *, topk: int, chunk: int) -> list[tuple[bytes, ...]]:
     """Commit to completions.
 
     Args:
-        hiddens: per completion, uint16 bf16 bit patterns [num_tokens, hidden].
+        hiddens: per completion, uint16 bf16 bit patterns [num_tokens, hidden], or their top entries.
         topk: entries per chunk.
         chunk: tokens per commitment.
 
@@ -94,20 +211,13 @@ def build_proofs(hiddens: Sequence[NDArray[np.uint16]], *, topk: int, chunk: int
     Raises:
         Fault: when an activation is not finite; nothing is ever committed in its place.
     """
-    flats = [flat for hidden in hiddens for flat in _chunks(hidden, chunk)]
-    proofs: list[bytes] = [b""] * len(flats)
-    for length, members in _by_length(flats).items():
-        batch = np.stack([flats[i] for i in members])
-        words = commit(batch, find_top(batch, min(topk, length), "the engine's"))
-        data, size = words.astype(">u2").tobytes(), 2 * words.shape[1]
-        for position, i in enumerate(members):
-            proofs[i] = data[position * size : (position + 1) * size]
-    result, start = [], 0
-    for hidden in hiddens:
-        count = compute_num_chunks(len(hidden), chunk)
-        result.append(tuple(proofs[start : start + count]))
-        start += count
-    return result
+    batch = _gather(hiddens, topk=topk, chunk=chunk, whose="the engine's")
+    proofs: list[bytes] = [b""] * len(batch.sizes)
+    for chosen, size in _by_size(batch.sizes):
+        words = commit(batch.indices[chosen, :size], batch.values[chosen, :size])
+        data, length = words.astype(">u2").tobytes(), 2 * words.shape[1]
+        _place(proofs, chosen, [data[start : start + length] for start in range(0, len(data), length)])
+    return [tuple(proofs[start:end]) for start, end in pairwise(batch.ends)]
 
 
 def parse_proof(proof: bytes, *, size: int, modulus_min: int) -> tuple[int, NDArray[np.int64]]:
@@ -121,8 +231,8 @@ def parse_proof(proof: bytes, *, size: int, modulus_min: int) -> tuple[int, NDAr
         raise Reject(Reason.COMMITMENT_FORMAT, "commitment has a wrong length", observed=len(proof), limit=2 + 2 * size)
     words = np.frombuffer(proof, dtype=">u2").astype(np.int64)
     modulus = int(words[0])
-    if not max(modulus_min, 32769) <= modulus <= PRIME:
-        limit = f"{max(modulus_min, 32769)} to {PRIME}"
+    if not max(modulus_min, MODULUS_MIN) <= modulus <= PRIME:
+        limit = f"{max(modulus_min, MODULUS_MIN)} to {PRIME}"
         raise Reject(Reason.COMMITMENT_FORMAT, "commitment modulus is out of range", observed=modulus, limit=limit)
     if int(words[1:].max()) >= PRIME:
         raise Reject(
@@ -134,14 +244,7 @@ def parse_proof(proof: bytes, *, size: int, modulus_min: int) -> tuple[int, NDAr
     return modulus, words[1:]
 
 
-def validate_format(
-    proofs: Sequence[bytes], *, num_tokens: int, hidden: int, topk: int, chunk: int, modulus_min: int
-) -> None:
-    """Check count and form of a completion's commitments, without any model.
-
-    Raises:
-        Reject: `COMMITMENT_FORMAT`.
-    """
+def _validate_count(proofs: Sequence[bytes], num_tokens: int, chunk: int) -> None:
     expected = compute_num_chunks(num_tokens, chunk)
     if len(proofs) != expected:
         raise Reject(
@@ -150,27 +253,54 @@ def validate_format(
             observed=len(proofs),
             limit=expected,
         )
-    for index, proof in enumerate(proofs):
-        rows = min(chunk, num_tokens - index * chunk)
-        parse_proof(proof, size=min(topk, rows * hidden), modulus_min=modulus_min)
 
 
-def _compare(mine: NDArray[np.uint16], theirs: NDArray[np.uint16]) -> ChunkMatch:
-    """Compare bit patterns entry by entry; both uint16 [k]."""
-    orders = (mine & _EXPONENT) >> 7
-    large = orders + _ORDERS >= orders.max()
-    mine, theirs = mine[large], theirs[large]
-    exponents = (mine & _EXPONENT) == (theirs & _EXPONENT)
-    signs = (mine >> 15) == (theirs >> 15)
-    mantissa = np.abs((mine & 0x7F).astype(np.int64) - (theirs & 0x7F).astype(np.int64))[exponents]
-    mean = float(mantissa.mean()) if len(mantissa) else float("inf")
-    median = float(np.sort(mantissa)[len(mantissa) // 2]) if len(mantissa) else float("inf")
-    differing = int((mine != theirs).sum())
-    return ChunkMatch(int((~(exponents & signs)).sum()), int((~exponents).sum()), mean, median, len(mine), differing)
+def validate_format(
+    proofs: Sequence[bytes], *, num_tokens: int, hidden: int, topk: int, chunk: int, modulus_min: int
+) -> None:
+    """Check count and form of a completion's commitments, without any model.
+
+    Raises:
+        Reject: `COMMITMENT_FORMAT`.
+    """
+    _validate_count(proofs, num_tokens, chunk)
+    _parse_all(proofs, compute_sizes(num_tokens, hidden, topk=topk, chunk=chunk), modulus_min=modulus_min)
+
+
+def _parse_all(
+    proofs: Sequence[bytes], sizes: list[int], *, modulus_min: int
+) -> list[tuple[slice | list[int], int, NDArray[np.uint16]]]:
+    """Commitments over `sizes` entries, by size: their positions, the size, and modulus and coefficients [some, 1 + size].
+
+    Raises:
+        Reject: as `parse_proof` does for the first one that it refuses.
+    """
+    lowest, parsed = max(modulus_min, MODULUS_MIN), []
+    for chosen, size in _by_size(sizes):
+        some = proofs[chosen] if isinstance(chosen, slice) else [proofs[i] for i in chosen]
+        words = None
+        if set(map(len, some)) == {2 + 2 * size}:
+            words = np.frombuffer(b"".join(some), dtype=">u2").reshape(len(some), 1 + size).astype(np.uint16)
+        if words is None or words[:, 0].min() < lowest or words.max() > PRIME or words[:, 1:].max() == PRIME:
+            for proof, of in zip(proofs, sizes, strict=True):
+                parse_proof(proof, size=of, modulus_min=modulus_min)
+            raise AssertionError("a commitment was refused among others and not alone")
+        parsed.append((chosen, size, words))
+    return parsed
+
+
+def _make_matches(counts: NDArray[np.int64]) -> list[ChunkMatch]:
+    """What `compare` counted, by name."""
+    matches = []
+    for mismatches, exponents, total, middle, size, differing in counts.tolist():
+        agree = size - exponents
+        mean, median = (total / agree, float(middle)) if agree else (float("inf"), float("inf"))
+        matches.append(ChunkMatch(mismatches, exponents, mean, median, size, differing))
+    return matches
 
 
 def match_proofs(
-    hiddens: Sequence[NDArray[np.uint16]],
+    hiddens: Sequence[Activations],
     proofs: Sequence[Sequence[bytes]],
     *,
     topk: int,
@@ -180,42 +310,22 @@ def match_proofs(
     """Compare committed completions with a verifier's own activations.
 
     Args:
-        hiddens: per completion, the verifier's uint16 bf16 bit patterns [num_tokens, hidden].
+        hiddens: per completion, the verifier's uint16 bf16 bit patterns [num_tokens, hidden], or their top entries.
         proofs: per completion, the commitments under test.
 
     Raises:
         Reject: `COMMITMENT_FORMAT` when the count or form of a commitment is wrong.
         Fault: when the verifier's own activations are not finite (never held against the prover).
     """
-    flats: list[NDArray[np.uint16]] = []
-    flat_proofs: list[bytes] = []
-    counts = []
-    for hidden, given in zip(hiddens, proofs, strict=True):
-        validate_format(
-            given,
-            num_tokens=len(hidden),
-            hidden=hidden.shape[1],
-            topk=topk,
-            chunk=chunk,
-            modulus_min=modulus_min,
-        )
-        parts = _chunks(hidden, chunk)
-        flats += parts
-        flat_proofs += given
-        counts.append(len(parts))
-    matches: list[ChunkMatch | None] = [None] * len(flats)
-    for length, members in _by_length(flats).items():
-        batch = np.stack([flats[i] for i in members])
-        size = min(topk, length)
-        parsed = [parse_proof(flat_proofs[i], size=size, modulus_min=modulus_min) for i in members]
-        indices = find_top(batch, size, "the verifier's own")
-        moduli = np.array([modulus for modulus, _ in parsed], dtype=np.int64)
-        theirs = evaluate(np.stack([c for _, c in parsed]), indices, moduli)
-        mine = np.take_along_axis(batch, indices, axis=1)
-        for i, a, b in zip(members, mine, theirs, strict=True):
-            matches[i] = _compare(a, b)
-    result, start = [], 0
-    for count in counts:
-        result.append(tuple(match for match in matches[start : start + count] if match is not None))
-        start += count
-    return result
+    sizes: list[int] = []
+    for one, given in zip(hiddens, proofs, strict=True):
+        rows, width = (one.num_tokens, one.hidden) if isinstance(one, TopEntries) else one.shape
+        _validate_count(given, rows, chunk)
+        sizes += compute_sizes(rows, width, topk=topk, chunk=chunk)
+    parsed = _parse_all([proof for given in proofs for proof in given], sizes, modulus_min=modulus_min)
+    batch = _gather(hiddens, topk=topk, chunk=chunk, whose="the verifier's own")
+    matches: list[ChunkMatch] = [_UNMATCHED] * len(sizes)
+    for chosen, size, words in parsed:
+        theirs = evaluate(words, batch.indices[chosen, :size])
+        _place(matches, chosen, _make_matches(compare(batch.values[chosen, :size], theirs, _ORDERS)))
+    return [tuple(matches[start:end]) for start, end in pairwise(batch.ends)]

@@ -1,6 +1,6 @@
-"""Compiled TOPLOC: top entries, modulus, interpolation and evaluation over the field of protocol.toploc.
+"""Compiled TOPLOC: modulus, interpolation, evaluation and comparison; top entries are found in protocol.kernels.top.
 
-Everything is exact integer arithmetic, so results equal the array form in protocol.toploc bit for bit.
+Everything is exact integer arithmetic, so results equal the array form in protocol.polynomial bit for bit.
 """
 # Numba infers the types of what it compiles; the signatures of the kernels state them.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="assignment,unused-ignore"
@@ -10,21 +10,20 @@ from __future__ import annotations
 import numpy as np
 
 from protocol.kernels.compiling import compiled
+from protocol.kernels.top import DONE, NON_FINITE, find_top
+
+__all__ = ["DONE", "NON_FINITE", "NO_MODULUS", "commit", "compare", "evaluate", "find_top"]
 
 PRIME = 65497
 MODULUS_MIN = 32769
-#: Entries whose largest magnitude is taken first: only blocks that reach the k-th largest of these are searched.
-BLOCK = 32
-#: What a kernel returns.
-DONE, NON_FINITE, NO_MODULUS = 0, 1, 2
+#: What `commit` returns when no modulus keeps a chunk's indices distinct.
+NO_MODULUS = 2
 
 _P = np.uint32(PRIME)
 #: 2^16 = FOLD mod PRIME.
 _FOLD = np.uint32((1 << 16) - PRIME)
 _LOW = np.uint32(0xFFFF)
 _HALF = np.uint32(16)
-_MAGNITUDE = np.uint16(0x7FFF)
-_INFINITY = np.uint16(0x7F80)
 
 
 @compiled()
@@ -43,95 +42,24 @@ def _subtract(a, b):
 
 
 @compiled()
-def _fill_magnitudes(flat, magnitudes, maxima):
-    """Magnitudes of bit patterns and the largest of each block; returns the largest of all."""
-    n = flat.shape[0]
-    for i in range(n):
-        magnitudes[i] = flat[i] & _MAGNITUDE
-    largest = np.uint16(0)
-    for b in range(maxima.shape[0]):
-        part = magnitudes[b * BLOCK : min(n, (b + 1) * BLOCK)]
-        top = np.uint16(0)
-        for i in range(part.shape[0]):
-            top = max(top, part[i])
-        maxima[b] = top
-        largest = max(largest, top)
-    return largest
-
-
-@compiled()
-def _count_reaching(values, bound):
-    """How many values are at least `bound`."""
-    count = np.int32(0)
-    for i in range(values.shape[0]):
-        count += np.int32(values[i] >= bound)
-    return count
-
-
-@compiled()
-def _kth_largest(values, k):
-    """The k-th largest of 15-bit values, bit by bit: each pass is one vectorised count."""
-    found = np.uint16(0)
-    for shift in range(14, -1, -1):
-        trial = np.uint16(found | np.uint16(1 << shift))
-        if _count_reaching(values, trial) >= k:
-            found = trial
-    return found
-
-
-@compiled()
-def _collect(magnitudes, maxima, bound, kept, where):
-    """Magnitudes that reach `bound` and their indices to the front of `kept` and `where`; returns how many.
-
-    Without a branch per entry, which would be mispredicted: what does not count is overwritten.
-    """
-    n, count = magnitudes.shape[0], 0
-    for b in range(maxima.shape[0]):
-        if maxima[b] >= bound:
-            for i in range(b * BLOCK, min(n, (b + 1) * BLOCK)):
-                kept[count] = magnitudes[i]
-                where[count] = i
-                count += np.int64(magnitudes[i] >= bound)
-    return count
-
-
-@compiled()
-def _top_indices(magnitudes, maxima, kept, where, indices):
-    """Indices of the largest magnitudes, lowest index first among equals, ascending."""
-    k = indices.shape[0]
-    if maxima.shape[0] >= 2 * k:
-        # The k-th largest maximum is reached by k entries at least, so nothing below it is among the top.
-        count = _collect(magnitudes, maxima, _kth_largest(maxima, k), kept, where)
-        threshold = _kth_largest(kept[:count], k)
-    else:
-        threshold = _kth_largest(magnitudes, k)
-        count = _collect(magnitudes, maxima, threshold, kept, where)
-    equals, taken = k - _count_reaching(kept[:count], np.uint16(threshold + 1)), 0
-    for i in range(count):
-        if kept[i] > threshold or (kept[i] == threshold and equals > 0):
-            equals -= np.int64(kept[i] == threshold)
-            indices[taken] = where[i]
-            taken += 1
-
-
-@compiled()
-def _find_modulus(indices, stamps):
-    """Largest m <= PRIME that keeps indices distinct; 0 when there is none. `stamps` is scratch [PRIME]."""
+def _find_modulus(indices, taken):
+    """Largest m <= PRIME that keeps indices distinct; 0 when there is none. `taken` is scratch [PRIME], zeros."""
     k, largest = indices.shape[0], np.int64(0)
     for i in range(k):
         largest = max(largest, indices[i])
     if largest < PRIME:
         return PRIME
-    stamps[:] = 0
     for m in range(PRIME, MODULUS_MIN - 1, -1):
-        distinct = True
+        num_distinct = 0
         for i in range(k):
-            slot = indices[i] % m
-            if stamps[slot] == m:
-                distinct = False
+            slot = np.uint32(indices[i]) % np.uint32(m)
+            if taken[slot]:
                 break
-            stamps[slot] = m
-        if distinct:
+            taken[slot] = True
+            num_distinct += 1
+        for i in range(num_distinct):
+            taken[np.uint32(indices[i]) % np.uint32(m)] = False
+        if num_distinct == k:
             return m
     return 0
 
@@ -165,35 +93,13 @@ def _interpolate(nodes, values, inverse, steps, newton, other):
     return old
 
 
-@compiled("int64(uint16[:, ::1], int64[:, ::1])")
-def find_top(batch, indices):
-    """Top entries of each chunk.
-
-    Args:
-        batch: bit patterns [chunks, n].
-        indices: int64 [chunks, k], k <= n, written: ascending.
-
-    Returns:
-        DONE or NON_FINITE.
-    """
-    n = batch.shape[1]
-    maxima = np.empty((n + BLOCK - 1) // BLOCK, dtype=np.uint16)
-    magnitudes = np.empty(n, dtype=np.uint16)
-    kept, where = np.empty(n + 1, dtype=np.uint16), np.empty(n + 1, dtype=np.int64)
-    for c in range(batch.shape[0]):
-        if _fill_magnitudes(batch[c], magnitudes, maxima) >= _INFINITY:
-            return NON_FINITE
-        _top_indices(magnitudes, maxima, kept, where, indices[c])
-    return DONE
-
-
-@compiled("int64(uint16[:, ::1], int64[:, ::1], uint32[::1], uint16[:, ::1])")
-def commit(batch, indices, inverse, words):
+@compiled("int64(int64[:, ::1], uint16[:, ::1], uint32[::1], uint16[:, ::1])")
+def commit(indices, values, inverse, words):
     """Modulus and coefficients of each chunk.
 
     Args:
-        batch: bit patterns [chunks, n].
-        indices: int64 [chunks, k], distinct, in any order.
+        indices: int64 [chunks, k], distinct, below 2^31, in any order.
+        values: bit patterns at these indices [chunks, k].
         inverse: inverses of field elements [PRIME].
         words: uint16 [chunks, 1 + k], written.
 
@@ -201,35 +107,78 @@ def commit(batch, indices, inverse, words):
         DONE or NO_MODULUS.
     """
     k = indices.shape[1]
-    nodes, values = np.empty(k, dtype=np.uint32), np.empty(k, dtype=np.uint32)
+    nodes, heights = np.empty(k, dtype=np.uint32), np.empty(k, dtype=np.uint32)
     steps, newton, other = np.empty(k, dtype=np.uint32), np.empty(k, dtype=np.uint32), np.empty(k, dtype=np.uint32)
-    stamps = np.empty(PRIME, dtype=np.int64)
-    for c in range(batch.shape[0]):
-        modulus = _find_modulus(indices[c], stamps)
+    taken = np.zeros(PRIME, dtype=np.bool_)
+    for c in range(indices.shape[0]):
+        modulus = _find_modulus(indices[c], taken)
         if modulus == 0:
             return NO_MODULUS
         for i in range(k):
-            nodes[i] = indices[c, i] % modulus
-            values[i] = np.uint32(batch[c, indices[c, i]]) % _P
-        coefficients = _interpolate(nodes, values, inverse, steps, newton, other)
+            nodes[i] = (np.uint32(indices[c, i]) % np.uint32(modulus)) % _P
+            heights[i] = np.uint32(values[c, i]) % _P
+        coefficients = _interpolate(nodes, heights, inverse, steps, newton, other)
         words[c, 0] = modulus
         for i in range(k):
             words[c, 1 + i] = coefficients[i]
     return DONE
 
 
-@compiled("void(int64[:, ::1], int64[:, ::1], int64[::1], uint16[:, ::1])")
-def evaluate(coefficients, indices, moduli, values):
-    """Values [chunks, k] of each chunk's polynomial at its indices mod its modulus, by Horner's rule."""
+@compiled("void(uint16[:, ::1], int64[:, ::1], uint16[:, ::1])")
+def evaluate(words, indices, values):
+    """Values [chunks, k] of each chunk's polynomial at its indices mod its modulus, by Horner's rule.
+
+    Args:
+        words: modulus, then coefficients, constant first: uint16 [chunks, 1 + k].
+        indices: int64 [chunks, k], below 2^31.
+        values: uint16 [chunks, k], written.
+    """
     k = indices.shape[1]
     nodes, sums = np.empty(k, dtype=np.uint32), np.empty(k, dtype=np.uint32)
     for c in range(indices.shape[0]):
         for i in range(k):
-            nodes[i] = indices[c, i] % moduli[c]
+            nodes[i] = np.uint32(indices[c, i]) % np.uint32(words[c, 0])
             sums[i] = 0
-        for j in range(k - 1, -1, -1):
-            added = np.uint32(coefficients[c, j])
+        for j in range(k, 0, -1):
+            added = np.uint32(words[c, j])
             for i in range(k):
                 sums[i] = _reduce(np.uint32(sums[i] * nodes[i] + added))
         for i in range(k):
             values[c, i] = sums[i]
+
+
+@compiled("void(uint16[:, ::1], uint16[:, ::1], int64, int64[:, ::1])")
+def compare(mine, theirs, orders, counts):
+    """How bit patterns differ, chunk by chunk; the columns are those of protocol.polynomial.compare.
+
+    Args:
+        mine / theirs: uint16 [chunks, k], k >= 1.
+        orders: entries whose exponent in `mine` is more than this below the chunk's largest are left out.
+        counts: int64 [chunks, 6], written.
+    """
+    k = mine.shape[1]
+    histogram = np.empty(128, dtype=np.int64)
+    for c in range(mine.shape[0]):
+        largest = np.int64(0)
+        for i in range(k):
+            largest = max(largest, np.int64(mine[c, i] >> 7 & 0xFF))
+        histogram[:] = 0
+        size = mismatches = exponents = total = differing = 0
+        for i in range(k):
+            a, b = np.int64(mine[c, i]), np.int64(theirs[c, i])
+            if (a >> 7 & 0xFF) + orders < largest:
+                continue
+            size += 1
+            differing += np.int64(a != b)
+            mismatches += np.int64((a ^ b) >> 7 != 0)
+            if (a ^ b) & 0x7F80:
+                exponents += 1
+            else:
+                total += abs((a & 0x7F) - (b & 0x7F))
+                histogram[abs((a & 0x7F) - (b & 0x7F))] += 1
+        middle, below = 0, histogram[0]
+        while exponents < size and below <= (size - exponents) // 2:
+            middle += 1
+            below += histogram[middle]
+        counts[c, 0], counts[c, 1], counts[c, 2] = mismatches, exponents, total
+        counts[c, 3], counts[c, 4], counts[c, 5] = middle, size, differing

@@ -13,7 +13,7 @@ from protocol import polynomial
 from protocol.errors import Fault
 from protocol.kernels import Kernels
 from protocol.kernels import toploc as compiled
-from protocol.polynomial import PRIME, commit, evaluate, find_top
+from protocol.polynomial import PRIME, commit, compare, evaluate, find_top
 from protocol.toploc import build_proofs, match_proofs
 
 
@@ -61,19 +61,63 @@ def test_each_step_equals_the_array_form(seed, chunks, n, k, distinct):
     rng, k = np.random.default_rng(seed), min(k, n)
     batch = _bits(rng, (chunks, n), distinct)
     array, fast = _both(find_top, batch, k, "these")
-    indices = np.sort(array, axis=1)
-    assert (indices == fast).all()
-    array, fast = _both(commit, batch, rng.permuted(indices, axis=1))
+    indices = np.sort(array[0], axis=1)
+    assert (indices == np.sort(fast[0], axis=1)).all()
+    for found, values in (array, fast):
+        assert (values == np.take_along_axis(batch, found, axis=1)).all()
+    values = np.take_along_axis(batch, indices, axis=1)
+    order = rng.permuted(np.broadcast_to(np.arange(k), indices.shape), axis=1)
+    array, fast = _both(commit, np.take_along_axis(indices, order, axis=1), np.take_along_axis(values, order, axis=1))
     assert fast.dtype == np.uint16
     assert (array == fast).all()
-    moduli = array[:, 0].astype(np.int64)
-    coefficients = array[:, 1:].astype(np.int64)
-    array, fast = _both(evaluate, coefficients, indices, moduli)
+    words = array
+    array, fast = _both(evaluate, words, indices)
     assert (array == fast).all()
-    assert (fast == np.take_along_axis(batch, indices, axis=1)).all()
-    forged = rng.integers(0, PRIME, coefficients.shape)
-    array, fast = _both(evaluate, forged, indices, rng.integers(32769, PRIME + 1, chunks))
+    assert (fast == values).all()
+    words[:, 1:] = rng.integers(0, PRIME, (chunks, k))
+    words[:, 0] = rng.integers(32769, PRIME + 1, chunks)
+    array, fast = _both(evaluate, words, indices)
     assert (array == fast).all()
+
+
+def _top_by_sorting(flat, k):
+    """The rule as it is written, entry by entry: largest magnitude first, lowest index first among equals."""
+    return sorted(sorted(range(len(flat)), key=lambda i: (-(int(flat[i]) & 0x7FFF), i))[:k])
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_top_entries_are_those_of_the_rule(data):
+    """Lengths around the compiled form's segments, many ties, zeros and subnormals."""
+    n = data.draw(st.sampled_from([1, 7, 63, 64, 65, 511, 512, 513, 575, 1024, 4095, 4096, 4097, 9000]))
+    k = data.draw(st.integers(1, min(n, 300)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    patterns = data.draw(
+        st.sampled_from([[0], [0, 0x8000], [1, 0x8001, 0, 2], [0x3F80, 0xBF80], [0x7F7F, 0xFF7F, 0x0080], None])
+    )
+    flat = (rng.choice(patterns, n) if patterns else rng.integers(0, 0x7F80, n)).astype(np.uint16)
+    expected = _top_by_sorting(flat, k)
+    for found, values in _both(find_top, flat[None], k, "these"):
+        assert sorted(found[0].tolist()) == expected
+        assert (values == flat[found]).all()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 200), st.sampled_from([0, 3, 10, 255]))
+@settings(max_examples=200, deadline=None)
+def test_comparison_equals_the_array_form(seed, chunks, k, orders):
+    """Among patterns near each other, far apart, and with exponents that mostly agree; `theirs` may be any 16 bits."""
+    rng = np.random.default_rng(seed)
+    mine = _bits(rng, (chunks, k), 0)
+    for theirs in (
+        mine,
+        mine ^ rng.integers(0, 4, mine.shape).astype(np.uint16),
+        mine ^ (1 << rng.integers(0, 16, mine.shape)).astype(np.uint16),
+        mine ^ np.uint16(0x80),
+        rng.integers(0, 2**16, mine.shape).astype(np.uint16),
+    ):
+        array, fast = _both(compare, mine, theirs, orders)
+        assert (array == fast).all()
+        assert (array[:, 4] >= 1).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from([8, 64, 300]))
@@ -91,7 +135,7 @@ def test_proofs_and_matches_of_mixed_lengths_equal_the_array_form(seed, lengths,
 def test_folded_indices_that_meet_change_the_modulus():
     batch = np.zeros((1, 3 * PRIME), dtype=np.uint16)
     batch[0, [5, 5 + PRIME, 7 + 2 * (PRIME - 1)]] = [0x4000, 0x4080, 0x4100]
-    array, fast = _both(lambda: commit(batch, find_top(batch, 3, "these")))
+    array, fast = _both(lambda: commit(*find_top(batch, 3, "these")))
     assert array.tolist() == fast.tolist()
     assert fast[0, 0] < PRIME
 
