@@ -96,7 +96,8 @@ def noise_words(
     block = torch.arange(first, first + blocks, dtype=torch.int64, device=device)[None]
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
     words = philox4x32((block, columns[0], zero, zero), (columns[1], columns[2]))
-    return torch.stack(torch.broadcast_tensors(*words), dim=-1).reshape(len(keys), 4 * blocks)
+    shape = (len(keys), blocks)
+    return torch.stack([word.expand(shape) for word in words], dim=-1).reshape(len(keys), 4 * blocks)
 
 
 def find_winners(

@@ -17,14 +17,18 @@ if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set")
 
 
-def compiled(*signatures: str) -> Callable[[F], F]:
-    """Compile a function for the given signatures; without any, for what the kernels that call it pass."""
+def compiled(*signatures: str, inline: str = "never") -> Callable[[F], F]:
+    """Compile a function for the given signatures; without any, for what the kernels that call it pass.
+
+    Args:
+        inline: "always" puts it into its callers before they are compiled, so that their loops can become vectors.
+    """
 
     def decorate(function: F) -> F:
         def compile_with(cache: bool) -> F:
             if signatures:
                 return numba.njit(list(signatures), cache=cache, nogil=True, boundscheck=False)(function)  # type: ignore[no-any-return]
-            return numba.njit(cache=cache, nogil=True, boundscheck=False, inline="never")(function)  # type: ignore[no-any-return]
+            return numba.njit(cache=cache, nogil=True, boundscheck=False, inline=inline)(function)  # type: ignore[no-any-return]
 
         try:
             return compile_with(cache=True)
