@@ -52,7 +52,7 @@ $(TOPLOC_STAMP): requirements/base.txt requirements/dev-only.txt requirements/to
 	$(PYTHON) -m venv $(TOPLOC_VENV)
 	$(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements/base.txt -r requirements/dev-only.txt
 	grep -E '^(ninja|setuptools)==' requirements/toploc.txt | xargs $(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet
-	MAX_JOBS=1 $(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet --no-build-isolation --no-binary toploc -r requirements/toploc.txt
+	PATH="$(CURDIR)/$(TOPLOC_VENV)/bin:$$PATH" MAX_JOBS=1 $(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet --no-build-isolation --no-binary toploc -r requirements/toploc.txt
 	$(TOPLOC_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable .
 	@touch $@
 
