@@ -15,7 +15,7 @@ from inference.engine import TorchEngine
 from protocol.errors import ConfigError
 from protocol.ports import SampleRequest
 from protocol.toploc import build_proofs
-from troth.calibrate.pairs import Maker, Pair, Prefill
+from troth.calibrate.pairs import Maker, Pair, Prefill, count_rollouts
 from troth.calibrate.statistics import Observed, join, observe
 from troth.calibrate.vllm_child import make_with_vllm
 from verifier.scorer import TorchScorer
@@ -110,11 +110,12 @@ def measure_pairs(
     """What every pair gives, by its name; see `make_rollouts` and `score_rollouts`."""
     results: dict[str, Observed] = {}
     for maker in dict.fromkeys(pair.maker for pair in pairs):
-        tell(f"making {len(requests)} rollouts: {maker.engine}, batch {maker.batch}, {maker.dtype}")
-        made = make_rollouts(folder, maker, requests, terms)
+        some = requests[: count_rollouts(maker, len(requests))]
+        tell(f"making {len(some)} rollouts: {maker.engine}, batch {maker.batch}, {maker.dtype}")
+        made = make_rollouts(folder, maker, some, terms)
         for pair in pairs:
             if pair.maker == maker:
-                results[pair.name] = found = score_rollouts(folder, pair.prefill, requests, made, terms)
+                results[pair.name] = found = score_rollouts(folder, pair.prefill, some, made, terms)
                 share, gap = found.shares.mean(), found.gaps.max()
                 tell(f"{pair.name}: differing share {share:.6f}, {found.misses.sum()} misses, largest gap {gap:.6f}")
     return {pair.name: results[pair.name] for pair in pairs}

@@ -14,6 +14,8 @@ from protocol.errors import ConfigError
 
 #: Rollouts whose prompts and completions are prefilled together, shorter ones padded.
 PADDED = 64
+#: See `Maker.divisor`.
+SLOW = 4
 
 
 class Maker(NamedTuple):
@@ -22,12 +24,14 @@ class Maker(NamedTuple):
     Attributes:
         engine: `torch` (decode with a KV cache, in this process) or `vllm` (in a process of another interpreter).
         batch: rollouts decoded together.
+        divisor: one in so many of the rollouts is made at all, where a maker is slow.
     """
 
     engine: str
     batch: int
     dtype: str
     threads: int
+    divisor: int = 1
 
 
 class Prefill(NamedTuple):
@@ -53,20 +57,30 @@ class Pair(NamedTuple):
     is_accepted: bool
 
 
+def count_rollouts(maker: Maker, asked: int) -> int:
+    """How many rollouts a maker makes where `asked` are asked for of every pair."""
+    return -(-asked // maker.divisor)
+
+
 def make_pairs(dtype: str, threads: int, *, with_vllm: bool) -> list[Pair]:
     """All pairs of a dtype. The batch of 32 against a padded prefill is the one alternatives are measured under."""
     maker, prefill = Maker("torch", 32, dtype, threads), Prefill(PADDED, "sdpa", dtype, threads)
     other = "bfloat16" if dtype == "float32" else "float32"
     pairs = [
         Pair("batch-32", maker, prefill, True),
-        Pair("batch-1", maker._replace(batch=1), prefill, True),
+        Pair("batch-1", maker._replace(batch=1, divisor=SLOW), prefill, True),
         Pair("batch-8", maker._replace(batch=8), prefill, True),
         Pair("batch-64", maker._replace(batch=64), prefill, True),
-        Pair("threads-made", maker._replace(threads=2 * threads), prefill, True),
+        Pair("threads-made", maker._replace(threads=2 * threads, divisor=SLOW), prefill, True),
         Pair("threads-prefill", maker, prefill._replace(threads=2 * threads), True),
         Pair("eager", maker, prefill._replace(attention="eager"), True),
         Pair("unpadded", maker, prefill._replace(batch=1), True),
-        Pair("batch-1-eager-unpadded", maker._replace(batch=1), prefill._replace(batch=1, attention="eager"), True),
+        Pair(
+            "batch-1-eager-unpadded",
+            maker._replace(batch=1, divisor=SLOW),
+            prefill._replace(batch=1, attention="eager"),
+            True,
+        ),
     ]
     if with_vllm:
         vllm = maker._replace(engine="vllm", batch=64)

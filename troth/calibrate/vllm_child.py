@@ -78,7 +78,7 @@ def make_with_vllm(
     with tempfile.TemporaryDirectory() as work:
         given, result = Path(work) / "requests", Path(work) / "result"
         given.write_bytes(msgspec.msgpack.encode(job))
-        command = [str(python), "-m", __name__, str(given), str(result)]
+        command = [str(python.absolute()), "-m", __name__, str(given), str(result)]
         try:
             done = subprocess.run(
                 command, capture_output=True, timeout=TIMEOUT_S, check=False, cwd=Path(__file__).parents[2]

@@ -68,7 +68,7 @@ def run(work: Awaitable[Any]) -> Any:
 #: `--key value` settings of this command line, taken out before typer sees it.
 _overrides: list[str] = []
 #: Commands whose options are their own; all others take settings.
-_WITHOUT_SETTINGS = ("devnet", "demo", "demo-smollm", "fund", "keys")
+_WITHOUT_SETTINGS = ("calibrate", "devnet", "demo", "demo-smollm", "fund", "keys")
 
 
 def set_overrides(arguments: list[str]) -> None:
