@@ -154,6 +154,19 @@ def require_fit(facts: PolicyFacts, spec: TaskSpec, compute: ComputeSettings, di
         )
 
 
+def require_dtype(spec: TaskSpec, compute: ComputeSettings) -> None:
+    """Refuse to serve a task in another type of numbers than its limits were measured for: honest work would be refused.
+
+    Raises:
+        ConfigError: with both types.
+    """
+    if compute.dtype != spec.profile.dtype:
+        raise ConfigError(
+            f"compute.dtype is {compute.dtype}, the task's profile {spec.profile.name} was measured for "
+            f"{spec.profile.dtype}: set compute.dtype = {spec.profile.dtype!r}, or serve another task"
+        )
+
+
 class FittingPolicies:
     """A `PolicyStore` that fetches no policy which does not fit on this machine.
 
