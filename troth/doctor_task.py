@@ -19,7 +19,6 @@ from troth.doctor_speed import check_given, measure_speed
 from troth.fit import compute_disk_need, compute_need
 from troth.forms import ADAPTER_SHARE_BPS_MAX
 from troth.node_commands import find_task_file, load_spec
-from troth.selftest import get_profile_dtype
 from troth.settings import RoleSettings
 from troth.views import hex_account
 
@@ -175,16 +174,10 @@ def _judge_software(facts: Facts) -> list[Line]:
         if facts.engine_error
         else Line("engine", "ok", f"{compute.engine} on {compute.device}")
     ]
-    try:
-        wanted = get_profile_dtype(spec.profile)
-    except ConfigError as error:
-        lines.append(Line("numeric type", "warn", compute.dtype, str(error), "ask the initiator"))
-    else:
-        fine = compute.dtype == wanted
-        todo = "" if fine else f"set compute.dtype = {wanted!r}, then run `troth node selftest`"
-        lines.append(
-            Line("numeric type", "ok" if fine else "warn", compute.dtype, f"{wanted} ({spec.profile.name})", todo)
-        )
+    wanted = spec.profile.dtype
+    fine = compute.dtype == wanted
+    todo = "" if fine else f"set compute.dtype = {wanted!r}, then run `troth node selftest`"
+    lines.append(Line("numeric type", "ok" if fine else "fail", compute.dtype, f"{wanted} ({spec.profile.name})", todo))
     if facts.environment_error:
         lines.append(Line("environment", "fail", facts.environment_error, spec.environment.entry, "install it"))
     else:

@@ -77,7 +77,7 @@ async def node_selftest(
     Args:
         policy: a local policy folder; without one the task's newest is fetched.
         entry, args, max_tokens, stops: the task, where neither a task id nor a task file is given.
-        verifier_dtype: numeric type of the prefill; by the profile's name when empty.
+        verifier_dtype: numeric type of the prefill; the profile's when empty.
 
     Raises:
         ConfigError: when it is not said what to test, or the parts do not go together.
@@ -102,7 +102,7 @@ async def node_selftest(
     compute = settings.compute
     folders = [*target.folders, *(Path(folder) for folder in settings.environment_folders)]
     environment = environments.load(target.spec.environment, [folder for folder in folders if folder.is_dir()])
-    dtype = verifier_dtype or selftest.get_profile_dtype(target.spec.profile)
+    dtype = verifier_dtype or target.spec.profile.dtype
     result = selftest.run_selftest(
         target.spec,
         environment,

@@ -30,8 +30,6 @@ from protocol.ports import Engine, Environment, Scored, Scorer
 from protocol.task import ProofProfile, TaskSpec
 from protocol.toploc import ChunkMatch, match_proofs
 
-#: Numeric type of a verifier's prefill by the last word of the profile's name, for example "torch-fp32".
-PROFILE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 GROUPS_DEFAULT = 2
 GROUPS_MAX = 64
 
@@ -59,20 +57,6 @@ class SelfTest(NamedTuple):
     def tokens_per_s(self) -> float:
         """Speed of generation, commitments included."""
         return self.tokens / max(self.seconds, 1e-9)
-
-
-def get_profile_dtype(profile: ProofProfile) -> str:
-    """Numeric type in which the verifiers of a profile prefill.
-
-    Raises:
-        ConfigError: when the profile's name does not say.
-    """
-    word = profile.name.rsplit("-", 1)[-1]
-    if word not in PROFILE_DTYPES:
-        raise ConfigError(
-            f"profile {profile.name!r} does not say its numeric type: give --verifier-dtype, for example float32"
-        )
-    return PROFILE_DTYPES[word]
 
 
 def make_assignment(spec: TaskSpec, slots: int, beacon: bytes) -> Assignment:

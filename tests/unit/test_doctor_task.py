@@ -120,7 +120,7 @@ def test_a_stake_to_be_bonded_is_enough(world, base):
 def test_a_wrong_numeric_type_is_told_before_it_costs(world, base):
     settings = RoleSettings(compute=ComputeSettings(dtype="bfloat16"))
     line = line_of(make_facts(world, base, settings=settings), "numeric type")
-    assert line.level == "warn"
+    assert line.level == "fail"
     assert "set compute.dtype = 'float32'" in line.todo
 
 

@@ -130,18 +130,6 @@ def test_a_failure_of_this_machine_is_no_answer(task, folder, tmp_path):
         ask(task, tmp_path / "nowhere", TorchEngine(vocab_size=32))
 
 
-def test_the_profile_says_the_verifiers_numeric_type(task):
-    profile = task[0].profile
-    assert selftest.get_profile_dtype(profile) == "float32"
-    named = type(profile)(
-        **{name: getattr(profile, name) for name in profile.__struct_fields__} | {"name": "vllm-bf16"}
-    )
-    assert selftest.get_profile_dtype(named) == "bfloat16"
-    unknown = type(profile)(**{name: getattr(profile, name) for name in profile.__struct_fields__} | {"name": "mine"})
-    with pytest.raises(ConfigError, match="verifier-dtype"):
-        selftest.get_profile_dtype(unknown)
-
-
 def test_the_assignment_is_nobodys(task):
     assignment = selftest.make_assignment(task[0], 2, BEACON)
     assert (assignment.chain_id, assignment.account, assignment.task) == (0, bytes(20), bytes(32))
