@@ -8,11 +8,14 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
+FUZZ_VENV := .venv-fuzz
+FUZZ_STAMP := $(FUZZ_VENV)/.installed
+RUNS ?= 1000000
 TOPLOC_VENV := .venv-toploc
 TOPLOC_STAMP := $(TOPLOC_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv venv-vllm venv-smollm venv-toploc demo demo-smollm test test-slow test-npm test-vllm test-verifiers test-smollm test-toploc lint format contracts contracts-check bench bench-generate bench-toploc clean
+.PHONY: help venv venv-vllm venv-smollm venv-toploc demo demo-smollm test test-slow test-npm test-vllm test-verifiers test-smollm fuzz test-toploc lint format contracts contracts-check bench bench-generate bench-toploc clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -89,6 +92,17 @@ test-verifiers: $(VERIFIERS_STAMP) ## Tasksets of the verifiers package, in thei
 test-toploc: $(TOPLOC_STAMP) ## Commitments against the reference library, byte for byte, in its own environment
 	$(TOPLOC_VENV)/bin/python -m pytest -m toploc tests/toploc
 
+# atheris brings libFuzzer; it is in no other environment because nothing else needs it.
+$(FUZZ_STAMP): requirements/base.txt requirements/dev-only.txt requirements/fuzz.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements/fuzz.txt -r requirements/base.txt -r requirements/dev-only.txt
+	$(FUZZ_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@touch $@
+
+fuzz: $(FUZZ_STAMP) ## Fuzz every parser with coverage guidance, RUNS=1000000 inputs in all (docs/fuzzing.md)
+	$(FUZZ_VENV)/bin/python -m tests.fuzz.run --runs $(RUNS) $(ARGS)
+
 lint: $(STAMP) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -114,4 +128,4 @@ bench-toploc: $(TOPLOC_STAMP) ## Commitments: time to build and verify against t
 	$(TOPLOC_VENV)/bin/python benchmarks/toploc.py --json $(ARGS)
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) $(TOPLOC_VENV) contracts/node_modules run
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) $(FUZZ_VENV) $(TOPLOC_VENV) contracts/node_modules run

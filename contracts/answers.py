@@ -109,3 +109,11 @@ def parse_receipt(answer: Any) -> Receipt | None:
         )
     except (KeyError, TypeError, ValueError):
         raise Unreachable(f"the node's receipt is malformed: {str(answer)[:100]}") from None
+
+
+def parse_bytes(answer: Any) -> bytes:
+    """Bytes in a node's answer, 0x hex. Raises `Unreachable` when there are none."""
+    try:
+        return bytes.fromhex(answer[2:])
+    except (TypeError, ValueError):
+        raise Unreachable(f"expected 0x hex, the node answered {str(answer)[:64]!r}") from None

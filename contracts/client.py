@@ -18,6 +18,7 @@ from typing import Any
 
 from contracts import outbox as ob
 from contracts.abi import LedgerAbi
+from contracts.answers import parse_bytes, parse_quantity
 from contracts.deploy import Deployment
 from contracts.follower import Follower
 from contracts.jsonrpc import HttpRpc, RpcError, Unreachable
@@ -217,7 +218,7 @@ class EvmLedger:
         }
         try:
             answer = await self._rpc.call("eth_call", request, "latest")
-            return self._abi.decode_result(contract, function, bytes.fromhex(answer[2:]))
+            return self._abi.decode_result(contract, function, parse_bytes(answer))
         except RpcError as error:
             data = error.revert_data
             raise Fault(
@@ -237,7 +238,9 @@ class EvmLedger:
             Fault: the node is away.
         """
         try:
-            return int(await self._rpc.call("eth_getBalance", "0x" + (account or self.account).hex(), "latest"), 16)
+            return parse_quantity(
+                await self._rpc.call("eth_getBalance", "0x" + (account or self.account).hex(), "latest")
+            )
         except (RpcError, Unreachable) as error:
             raise Fault(f"balance cannot be read from {self._url}: {error}") from None
 

@@ -105,7 +105,7 @@ class HttpRpc:
         ]
         answer = await self._post(msgspec.json.encode(calls if len(calls) > 1 else calls[0]))
         answers = answer if isinstance(answer, list) else [answer]
-        by_id = {item.get("id"): item for item in answers if isinstance(item, dict)}
+        by_id = {item["id"]: item for item in answers if isinstance(item, dict) and isinstance(item.get("id"), int)}
         if len(answers) == 1 and len(calls) > 1 and isinstance(answers[0], dict) and "error" in answers[0]:
             raise Unreachable(f"the node refused a batch of {len(calls)}: {_parse(answers[0])}")
         results = []
@@ -126,11 +126,17 @@ class HttpRpc:
                 answer = await _read_bounded(response)
                 if response.status >= 500 or response.status in (404, 429):
                     raise Unreachable(f"HTTP status {response.status}")
-            return msgspec.json.decode(answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from None
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            raise Unreachable("the answer is not JSON") from None
+        return decode_answer(answer)
+
+
+def decode_answer(body: bytes) -> Any:
+    """The JSON value of a response's body. Raises `Unreachable` when it is none."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise Unreachable("the answer is not JSON") from None
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:

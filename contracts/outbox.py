@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError, Fault
 
@@ -22,6 +22,8 @@ QUEUED, SIGNED, SENT, INCLUDED, FINAL, REVERTED = "queued", "signed", "sent", "i
 ACTIVE = (QUEUED, SIGNED, SENT, INCLUDED)
 
 INTENT_CHARS_MAX = 256
+
+_DAMAGED = "restore the file or move it away, and wait until nothing of this account is pending on the chain"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -104,6 +106,9 @@ class Outbox:
         path.touch(mode=0o600)
         try:
             self._db = sqlite3.connect(path, timeout=0.5, isolation_level=None)
+        except sqlite3.Error as error:
+            raise ConfigError(f"outbox {path} cannot be opened: {error}") from None
+        try:
             # Exclusive: two processes that allocate nonces from one key would overwrite each other's transactions.
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -111,12 +116,14 @@ class Outbox:
             self._db.execute("PRAGMA foreign_keys=ON")
             self._db.executescript(f"BEGIN EXCLUSIVE;{_SCHEMA}COMMIT;")
         except sqlite3.OperationalError as error:
+            self._db.close()
             if "locked" in str(error):
                 raise ConfigError(
                     f"outbox {path} is in use by another process of this account: stop it, or give this one its own directory"
                 ) from None
             raise ConfigError(f"outbox {path} cannot be opened: {error}") from None
         except sqlite3.DatabaseError as error:
+            self._db.close()
             raise ConfigError(f"outbox {path} is not a database: {error}; move it away") from None
 
     def close(self) -> None:
@@ -182,23 +189,33 @@ class Outbox:
         return self._select("WHERE state IN (?, ?, ?, ?) ORDER BY seq", ACTIVE)
 
     def _select(self, where: str, values: tuple[object, ...]) -> list[Intent]:
-        rows = self._db.execute(
+        rows = self._read(
             "SELECT seq, intent, target, calldata, spend, state, nonce, block_number, block_hash, error FROM intents "
             + where,
             values,
         )
-        return [Intent._make((*row[:4], int(row[4]), *row[5:])) for row in rows]
+        try:
+            return [Intent._make((*row[:4], int(row[4]), *row[5:])) for row in rows]
+        except ValueError:
+            raise Fault(f"outbox {self._path} is damaged: {_DAMAGED}") from None
+
+    def _read(self, query: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+        """All rows of a query. Raises `Fault` when the file is damaged: a guess at nonces could spend twice."""
+        try:
+            return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise Fault(f"outbox {self._path} cannot be read: {error}; {_DAMAGED}") from None
 
     # -- transactions
 
     def next_nonce(self, chain_pending: int) -> int:
         """The nonce for a new transaction: after everything we signed and everything the node has seen."""
-        (highest,) = self._db.execute("SELECT max(nonce) FROM intents").fetchone()
+        [(highest,)] = self._read("SELECT max(nonce) FROM intents")
         return max(chain_pending, -1 if highest is None else highest + 1)
 
     def attempts(self, seq: int) -> list[Attempt]:
         """All transactions ever signed for an intent, oldest first."""
-        rows = self._db.execute(
+        rows = self._read(
             "SELECT hash, seq, nonce, raw, gas, fee_cap, tip_cap, signed_at FROM attempts WHERE seq = ? ORDER BY rowid",
             (seq,),
         )

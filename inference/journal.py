@@ -92,7 +92,7 @@ class Journal:
             self.first_round, self.judged_round = int(table["first_round"]), int(table["judged_round"])
             self.foreign_round = int(table.get("foreign_round", -1))
             self.foreign_record = int(table.get("foreign_record", -1))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{self._path} is not a node's journal ({error!r}): use another directory") from None
         for name, value in self._names.items():
             if table.get(name) != value:
@@ -107,7 +107,7 @@ class Journal:
             bundle = decode(Bundle, signed.body, bytes_max=FILE_BYTES_MAX)
         except (OSError, Reject) as error:
             raise ConfigError(f"{path} is damaged ({error}): move it away to go on without that round") from None
-        if (bundle.task, bundle.account) != (task, account):
+        if (bundle.task, bundle.account) != (task, account) or bundle.round < 0:
             raise ConfigError(f"{path} was made by another node or for another task: move it away")
         return Record(bundle.round, compute_bundle_root(bundle), len(bundle.groups), bundle.policy, path)
 

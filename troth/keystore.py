@@ -124,7 +124,7 @@ def load(path: Path, password: str) -> Keys:
     shown = _read(path)
     try:
         secret = decode_keyfile_json(shown, password.encode())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, OverflowError) as error:
         if "MAC mismatch" in str(error):
             raise ConfigError(f"wrong password for keystore {path}") from None
         raise ConfigError(f"{path} is not a keystore of version 3: {type(error).__name__}") from None
