@@ -122,7 +122,7 @@ class Outbox:
                     f"outbox {path} is in use by another process of this account: stop it, or give this one its own directory"
                 ) from None
             raise ConfigError(f"outbox {path} cannot be opened: {error}") from None
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # it quotes the damage, which need not be text
             self._db.close()
             raise ConfigError(f"outbox {path} is not a database: {error}; move it away") from None
 
@@ -144,7 +144,7 @@ class Outbox:
                 raise
         except sqlite3.IntegrityError:
             raise
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise Fault(f"outbox {self._path} cannot be written: {error}; nothing was sent for it") from None
 
     def bind(self, **facts: str) -> None:
@@ -203,7 +203,7 @@ class Outbox:
         """All rows of a query. Raises `Fault` when the file is damaged: a guess at nonces could spend twice."""
         try:
             return self._db.execute(query, values).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise Fault(f"outbox {self._path} cannot be read: {error}; {_DAMAGED}") from None
 
     # -- transactions

@@ -26,12 +26,30 @@ RETRY_SECONDS = 30.0
 Events = Callable[[str, dict[str, object]], None]
 
 
+def _load(spec: EnvironmentSpec, folders: Iterable[Path]) -> Environment:
+    """An environment that has made a prompt.
+
+    Its files are a stranger's. A tokenizer.json that the package panics on ends in a `BaseException` that is no
+    `Exception`; left alone it would end the role that only looks at the task.
+    """
+    try:
+        environment = environments.load(spec, folders)
+        environment.prompt(0)
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"environment {spec.entry}: its tokenizer does not work: {str(error)[:200]}") from None
+    return environment
+
+
 def _load_tried(spec: EnvironmentSpec, folders: Iterable[Path]) -> Environment:
     """An environment, once a try of it came to an end."""
     environments.require_files(spec, folders)
     if environments.is_open_ended(spec):
         require_bounded(spec, folders)
-    return environments.load(spec, folders)
+    return _load(spec, folders)
 
 
 async def load_environment(
@@ -47,7 +65,7 @@ async def load_environment(
         Fault: when the base policy cannot be had.
     """
     spec, folders = task.spec.environment, [*folders]
-    load = _load_tried if tried else environments.load
+    load = _load_tried if tried else _load
     try:
         return await asyncio.to_thread(load, spec, folders)
     except MissingFile:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 from contextlib import closing
 
 import pytest
 
+import environments
 from contracts.jsonrpc import HttpRpc, Unreachable, decode_answer
 from contracts.outbox import Outbox
 from inference.journal import Journal
 from protocol.codec import encode
 from protocol.errors import ConfigError, Fault
 from protocol.messages import Bundle, Signed
+from protocol.task import Environment as EnvironmentSpec
 from tests.fuzz.harnesses import HARNESSES
 from tests.fuzz.targets_chain import run_now
 from tests.fuzz.targets_messages import ACCOUNT, TASK
+from tests.support.tokenizer import make_tokenizer_json
 from troth import keystore
+from troth.environment_files import _load_tried
 
 
 def test_a_keyfile_of_another_version(tmp_path):
@@ -84,3 +89,27 @@ def test_an_answer_whose_id_is_no_number():
 @pytest.mark.parametrize("answer", [b"\4null", b"\4[1]", b'\4"0xzz"', b"\4{}"])
 def test_an_answer_of_a_view_that_is_no_hex(tmp_path, answer):
     assert HARNESSES["node_answer"].make(tmp_path).fuzz(answer) == "Unreachable"
+
+
+def test_a_tokenizer_that_panics_makes_its_task_unusable_and_nothing_else(tmp_path):
+    """Two normalizers of which the first puts nothing in front: the tokenizers package panics on the first text."""
+    table = json.loads(make_tokenizer_json())
+    table["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Prepend", "prepend": ""}, {"type": "NFC"}, {"type": "Prepend", "prepend": "x"}],
+    }
+    table["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
+    data = json.dumps(table).encode()
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    args = json.dumps({"size": 5, "tokenizer": hashlib.sha256(data).hexdigest()}, sort_keys=True, separators=(",", ":"))
+    spec = EnvironmentSpec("calculator", args, environments.content_hash("calculator", args))
+    with pytest.raises(ConfigError, match="its tokenizer does not work"):
+        _load_tried(spec, [tmp_path])
+
+
+def test_an_outbox_whose_schema_is_no_text(tmp_path):
+    path = tmp_path / "outbox.sqlite"
+    Outbox(path).close()
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE intents", b"CREATE TABLE \xfcntents"))
+    with pytest.raises(ConfigError, match="outbox"):
+        Outbox(path).active()
