@@ -133,6 +133,22 @@ def test_s3_an_initiator_cannot_take_work_without_paying_for_it():
     assert deal(own_nodes=False, own_verifiers=VERIFIERS[:1], verdict=(Status.UNPAID, 4, 90)) < 0
 
 
+def test_v9_an_initiator_that_starves_its_verifiers_is_not_refunded():
+    """Nodes delivered, relays receipted, no verifier revealed: the pay is burned, to the last unit of what it
+    could have been, and neither the initiator nor anybody else has it."""
+    books = Books(nodes={"a": 4, "b": 4}, deposit=10**9)
+    for index in range(4):
+        books.open(index)
+        for name in ("a", "b"):
+            books.submit(index, name, 4)
+        books.close(index)
+    books.state.block_number = get_epoch_deadline(books.task, 0) + 1
+    result = compute_settlement(books.state, books.task, 0)
+    assert result.burned_total == 4 * 8 * compute_leaf_pay_max(books.spec)
+    assert result.earnings == {}
+    assert deal(own_nodes=False, own_verifiers=VERIFIERS, judged=False) == -2 * result.burned_total
+
+
 # False accusation
 
 
