@@ -122,9 +122,9 @@ def test_s3_a_self_dealer_never_gains():
     assert deal(own_nodes=False, own_verifiers=VERIFIERS) < 0, "honest nodes are paid"
 
 
-def test_s3_an_initiator_cannot_take_work_without_paying_for_it():
-    """Its own verifiers, all of the committee, call honest work unpaid: it keeps the reward, and gives up nothing but their
-    fees, which come back to it. What it can not do is to be refunded for work that nobody judged."""
+def test_s3_taking_work_without_paying_takes_two_thirds_of_the_committee():
+    """An initiator whose own verifiers are the whole committee can call honest work unpaid and keep the reward; that 2/3 of
+    verifiers are honest is the stated assumption. With one of three it pays, and it is never refunded for what nobody judged."""
     withheld = deal(own_nodes=False, own_verifiers=VERIFIERS, verdict=(Status.UNPAID, 4, 90))
     assert withheld == 0, (
         "an initiator that owns the whole committee starves its nodes: 2/3 of verifiers must be honest"
@@ -177,7 +177,7 @@ def test_v4_an_accuser_alone_is_not_paid_and_its_victim_is(status):
     assert control.earnings[make_account(VERIFIERS[0])] > 0
 
 
-def test_v4_two_of_three_accusers_need_two_thirds_of_all_stake_to_slash():
+def test_v4_two_of_three_accusers_are_believed():
     """A majority of one committee can say so; what executes a slash is the settlement, for which 2/3 of all verifier stake
     must vote (tests/adversaries/test_ledger_stake.py), and which honest verifiers outside the committee compute alike: the
     rule is the ledger's. Collusion of 2/3 is the stated assumption."""
