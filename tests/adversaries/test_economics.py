@@ -124,7 +124,7 @@ def test_s3_a_self_dealer_never_gains():
 
 def test_s3_taking_work_without_paying_takes_two_thirds_of_the_committee():
     """An initiator whose own verifiers are the whole committee can call honest work unpaid and keep the reward; that 2/3 of
-    verifiers are honest is the stated assumption. With one of three it pays, and it is never refunded for what nobody judged."""
+    verifiers are honest is the stated assumption. With one of three it pays; what nobody judged is never refunded."""
     withheld = deal(own_nodes=False, own_verifiers=VERIFIERS, verdict=(Status.UNPAID, 4, 90))
     assert withheld == 0, (
         "an initiator that owns the whole committee starves its nodes: 2/3 of verifiers must be honest"
