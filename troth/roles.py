@@ -63,7 +63,7 @@ async def _run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str,
     """`run_role` once the directory is ours."""
     role = Role[name.upper()]
     keys = load(settings.keystore_path, read_password())
-    preload(role, settings)
+    keeper = preload(role, settings)
     ledger = await open_ledger(settings, keys)
     events = EventLog(Path(settings.directory), name)
     stop = asyncio.Event()
@@ -88,6 +88,7 @@ async def _run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str,
         )
         events("started", {"account": ledger.account, "endpoint": endpoint})
         context = Context(settings, keys, ledger, mesh, events, cheat)
+        context.keeper = keeper
         if operator is not None:
             operator.connect(ledger, keys, mesh, settings.network.advertise or endpoint)
             context.operator = operator
@@ -98,6 +99,8 @@ async def _run_role(name: str, settings: RoleSettings, *, yes: bool, cheat: str,
         else:
             await _drive(context, stop, Chooser(context, role).get)
     finally:
+        if keeper is not None:
+            keeper.close()
         await mesh.close()
         await ledger.close()
         events("stopped", {"cpu_process": time.process_time()})

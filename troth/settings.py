@@ -69,6 +69,19 @@ class ComputeSettings(Section):
     vllm: VllmSettings = VllmSettings()
 
 
+class VerifierSettings(Section):
+    """What judging may use, beyond what the judging process has when a job begins; see docs/verifier.md.
+
+    `job_seconds` bounds one job on the clock and, per thread, in CPU time; less when the verdict is due before.
+    `allow_network` serves where neither user namespaces nor seccomp filters are to be had.
+    """
+
+    memory_mib: int = Field(8192, ge=64, le=1 << 24)
+    job_seconds: float = Field(600.0, gt=0, le=86_400)
+    quarantine_mib: int = Field(64, ge=0, le=1 << 20)
+    allow_network: bool = False
+
+
 class TrainerSettings(Section):
     """Optimiser settings; the defaults are those of the demo model."""
 
@@ -96,6 +109,7 @@ class RoleSettings(Section):
     ledger: LedgerSettings = LedgerSettings()
     network: NetworkSettings = NetworkSettings()
     compute: ComputeSettings = ComputeSettings()
+    verifier: VerifierSettings = VerifierSettings()
     trainer: TrainerSettings = TrainerSettings()
 
     @property

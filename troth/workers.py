@@ -18,11 +18,13 @@ from protocol.ledger.state import Task
 from protocol.ports import Environment, Scorer
 from troth.engines import make_engine, preload_engine
 from troth.eventlog import EventLog
+from troth.fit import require_dtype
 from troth.forms import require_fitting
 from troth.keystore import Keys
 from troth.network import Mesh
 from troth.operating import Operator
 from troth.settings import RoleSettings
+from verifier.isolation import Keeper
 
 
 class Worker(Protocol):
@@ -48,6 +50,8 @@ class Context:
         self.directory = Path(settings.directory)
         #: Of a node only.
         self.operator: Operator | None = None
+        #: Of a verifier only: started ahead of the first task, which takes it.
+        self.keeper: Keeper | None = None
 
 
 #: Builds a worker for a task.
@@ -56,17 +60,24 @@ Factory = Callable[["Context", Task, Environment], Worker]
 
 #: What a role's worker needs of the heavy packages.
 _HEAVY = {
-    Role.VERIFIER: ("verifier.scorer",),
     Role.TRAINER: ("trainer.worker", "verifier.scorer"),
 }
 
 
-def preload(role: Role, settings: RoleSettings) -> None:
-    """Import what the role's worker needs before any socket is open: it takes seconds, in which nobody would answer."""
+def preload(role: Role, settings: RoleSettings) -> Keeper | None:
+    """Import what the role's worker needs before any socket is open: it takes seconds, in which nobody would answer.
+
+    A verifier imports nothing heavy itself; the keeper of its judging process, which does, is started and returned.
+    """
+    if role is Role.VERIFIER:
+        from troth.judging import make_keeper
+
+        return make_keeper(settings.verifier)
     for module in _HEAVY.get(role, ()):
         importlib.import_module(module)
     if role is Role.NODE:
         preload_engine(settings.compute)
+    return None
 
 
 def make_relay(context: Context) -> Any:
@@ -85,6 +96,7 @@ def make_relay(context: Context) -> Any:
 def _make_node(context: Context, task: Task, environment: Environment) -> Worker:
     from troth.cheats import get_node_class
 
+    require_dtype(task.spec, context.settings.compute)
     operator = context.operator
     assert operator is not None
     return get_node_class(context.cheat)(
@@ -110,13 +122,16 @@ def _make_scorer(context: Context, vocab_size: int) -> Scorer:
 
 
 def _make_verifier(context: Context, task: Task, environment: Environment) -> Worker:
+    """The environment was made to see that it can be; the one that judges is made in the judging process."""
+    from troth.judging import make_judge, make_keeper
     from verifier.worker import VerifierWorker
 
+    require_dtype(task.spec, context.settings.compute)
+    keeper, context.keeper = context.keeper or make_keeper(context.settings.verifier), None
     return VerifierWorker(
         ledger=context.ledger,
         task=task.task,
-        environment=environment,
-        scorer=_make_scorer(context, environment.vocab_size),
+        judge=make_judge(keeper, context.settings, task.spec.environment, context.directory, context.events),
         policies=context.mesh.policies,
         blobs=context.mesh.blobs,
         key=context.keys.network,
@@ -129,6 +144,7 @@ def _make_trainer(context: Context, task: Task, environment: Environment) -> Wor
     from trainer.config import TrainerConfig
     from trainer.worker import TrainerWorker
 
+    require_dtype(task.spec, context.settings.compute)
     settings = context.settings.trainer
     if settings.base:
         policy, manifest = context.mesh.policies.publish_base(Path(settings.base))

@@ -2,7 +2,8 @@
 
 Order of a round: bundles fetched as they are receipted, and the policy with them -> audit beacon -> judged -> rows, report
 and salt on disk -> commitment -> reveal after the commit deadline -> report at the relays. `step` does what is due by
-looking at the ledger and the journal, so a restart needs no other path; it never waits for a peer. What cannot be fetched
+looking at the ledger and the journal, so a restart needs no other path; it waits neither for a peer nor for a judgement, so
+whatever a submission does to the judging process (verifier.isolated_judge), reveals go out in time. What cannot be fetched
 or computed in time gets no row.
 """
 
@@ -12,30 +13,32 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from models.policy import read_hidden_size
-from protocol.checks import get_assignment
 from protocol.codec import PROTOCOL_VERSION, Domain, tagged_hash
-from protocol.errors import Fault, Ignore, Reject
+from protocol.errors import ConfigError, Fault, Ignore, Reject
 from protocol.identity import NetworkKey
 from protocol.ledger.calls import CommitVerdict, RevealVerdict
 from protocol.ledger.state import Task
 from protocol.messages import Report, compute_bundle_key, compute_report_key, make_domain, seal
-from protocol.ports import BlobStore, Environment, Ledger, PolicyStore, Scorer
+from protocol.ports import BlobStore, Ledger, PolicyStore
 from protocol.rounds import get_committee, get_end_round, get_round_policy, get_times
 from protocol.verdict import Status, compute_verdict_commitment, pack_rows
 from verifier.attester import Attester
-from verifier.evidence import open_served
+from verifier.isolated_judge import RoundJudge, Verdict
 from verifier.journal import Journal, VerdictRecord
-from verifier.judge import Judgement, judge_round
+from verifier.judge import Judgement, get_submissions
 from verifier.settler import Settler
 
 log = logging.getLogger("troth.verifier")
 
 #: Blocks before the commit deadline at which a verdict goes out even if a bundle is still missing.
 PATIENCE_BLOCKS = 2
+#: Blocks whose pace tells how many seconds are left until a deadline, and the least that judging is given.
+PACE_BLOCKS = 32
+JUDGE_S_MIN = 5.0
 
 
 class VerifierWorker:
@@ -43,8 +46,7 @@ class VerifierWorker:
 
     Args:
         task: id of the task on the ledger.
-        environment: the task's environment, loaded and checked by the caller.
-        scorer: the verifier's own prefill.
+        judge: what bundles are looked at and judged with.
         key: the network key that the account is registered with.
         directory: this role's folder.
         events: operator events, `events(kind, fields)`.
@@ -55,16 +57,15 @@ class VerifierWorker:
         *,
         ledger: Ledger,
         task: bytes,
-        environment: Environment,
-        scorer: Scorer,
+        judge: RoundJudge,
         policies: PolicyStore,
         blobs: BlobStore,
         key: NetworkKey,
         directory: Path,
         events: Callable[[str, dict[str, object]], None],
     ) -> None:
-        self._ledger, self._task_id, self._environment = ledger, task, environment
-        self._scorer, self._policies, self._blobs = scorer, policies, blobs
+        self._ledger, self._task_id, self._round_judge = ledger, task, judge
+        self._policies, self._blobs = policies, blobs
         self._key, self._events = key, events
         self._journal = Journal(directory / f"verdicts-{task.hex()[:16]}")
         self._attester = Attester(ledger=ledger, policies=policies, events=events)
@@ -72,14 +73,19 @@ class VerifierWorker:
         self._bundles: dict[int, dict[bytes, bytes]] = {}
         self._folders: dict[int, Path] = {}
         self._jobs: dict[tuple[object, ...], asyncio.Task[None]] = {}
-        self._loaded: tuple[Path, int] | None = None
+        self._pace: deque[tuple[float, int]] = deque(maxlen=PACE_BLOCKS)
+        self._refusal: ConfigError | None = None
         self._published: set[int] = set()
 
     async def step(self) -> None:
-        """Do what is due. Called after every poll of the ledger."""
+        """Do what is due. Called after every poll of the ledger. Raises `ConfigError` where judging is not possible."""
         task = self._ledger.state.tasks.get(self._task_id)
         if task is None:
             return
+        if self._refusal is not None:
+            raise self._refusal
+        if not self._pace or self._pace[-1][1] != self._ledger.state.block_number:
+            self._pace.append((time.monotonic(), self._ledger.state.block_number))
         self._jobs = {name: job for name, job in self._jobs.items() if not job.done()}
         await self._attester.step(task)
         for round_index in self._active_rounds(task):
@@ -87,12 +93,8 @@ class VerifierWorker:
             self._fetch_policy(task, round_index)
             await self._reveal(task, round_index)
         for round_index in self._active_rounds(task):
-            try:
-                if await self._judge(task, round_index):
-                    break
-            except Fault as error:  # ours, and of this round: other rounds and the settlement go on
-                log.warning("round %d: no verdict (yet): %s", round_index, error)
-                self._events("fault", {"round": round_index, "text": str(error)})
+            if await self._judge(task, round_index):
+                break
         await self._settler.step(task)
         self._forget(task)
 
@@ -101,6 +103,7 @@ class VerifierWorker:
         await self._attester.close()
         for job in self._jobs.values():
             job.cancel()
+        await self._round_judge.close()
         await asyncio.gather(*self._jobs.values(), return_exceptions=True)
 
     def _active_rounds(self, task: Task) -> range:
@@ -124,7 +127,7 @@ class VerifierWorker:
     async def _fetch_bundle(self, task: bytes, round_index: int, account: bytes) -> None:
         try:
             data = await self._blobs.get(compute_bundle_key(task, round_index, account))
-            self._require_evidence(task, round_index, account, data)
+            await self._require_evidence(task, round_index, account, data)
         except Fault as error:
             log.info("bundle of round %d, node 0x%s: %s", round_index, account.hex(), error)
         except Ignore as error:  # a relay's doing: asked for again, and no row if it stays so
@@ -133,27 +136,31 @@ class VerifierWorker:
         else:
             self._bundles.setdefault(round_index, {})[account] = data
 
-    def _require_evidence(self, task_id: bytes, round_index: int, account: bytes, data: bytes) -> None:
+    async def _require_evidence(self, task_id: bytes, round_index: int, account: bytes, data: bytes) -> None:
         """Keep only bytes that can be held for or against the node; what they are worth is for the judge. Raises `Ignore`."""
-        state, ledger = self._ledger.state, self._ledger
-        task = state.tasks[task_id]
-        try:
-            assignment = get_assignment(
-                state, task, round_index, account, chain_id=ledger.chain_id, ledger=ledger.address
-            )
-            commitment, public = task.commitments[round_index][account], state.participants[account].network_key
-            open_served(task.spec, assignment, commitment, data, public)
-        except Reject as error:
-            log.info("bundle of round %d, node 0x%s will be rejected: %s", round_index, account.hex(), error)
+        ledger, task = self._ledger, self._ledger.state.tasks[task_id]
+        found, _ = get_submissions(
+            ledger.state, task, round_index, {account: data}, chain_id=ledger.chain_id, ledger=ledger.address
+        )
+        for one in found:
+            try:
+                text = await self._round_judge.inspect(task.spec, one)
+            except Fault as error:  # kept: what a bundle does to whoever looks at it is for the judge to find out
+                log.warning("bundle of round %d, node 0x%s: %s", round_index, account.hex(), error)
+                self._events("fault", {"round": round_index, "account": account, "text": str(error)})
+            else:
+                if text:
+                    log.info("bundle of round %d, node 0x%s will be rejected: %s", round_index, account.hex(), text)
 
     def _fetch_policy(self, task: Task, round_index: int) -> None:
         """Start fetching the policy of a round that will have to be judged, so that no step ever waits for a peer."""
         policy = get_round_policy(task, round_index)
         if policy is None or round_index in self._journal.records or round_index not in task.receipts:
             return
-        folder, name = self._folders.get(policy.version), ("policy", policy.version)
-        if (folder is None or not folder.is_dir()) and name not in self._jobs:
-            self._jobs[name] = asyncio.create_task(self._fetch_folder(task.task, policy.version))
+        for version in {policy.version, 0} if self._round_judge.needs_base else {policy.version}:
+            folder, name = self._folders.get(version), ("policy", version)
+            if (folder is None or not folder.is_dir()) and name not in self._jobs:
+                self._jobs[name] = asyncio.create_task(self._fetch_folder(task.task, version))
 
     async def _fetch_folder(self, task: bytes, version: int) -> None:
         self._folders.pop(version, None)
@@ -166,8 +173,10 @@ class VerifierWorker:
     # Judging
 
     async def _judge(self, task: Task, round_index: int) -> bool:
-        """Judge and commit one round when it is due; returns whether heavy work was done."""
+        """Start judging a round when it is due, or commit what is judged; returns whether a round is being judged."""
         state, times = self._ledger.state, get_times(task, round_index)
+        if ("judge",) in self._jobs:
+            return True
         over = state.block_number >= times.verdict_commit_deadline
         said = self._ledger.account in task.verdict_commits.get(round_index, {})
         if over or said:
@@ -183,38 +192,53 @@ class VerifierWorker:
             return False
         policy = get_round_policy(task, round_index)
         folder = None if policy is None else self._folders.get(policy.version)
-        if not bundles or folder is None:
+        base = self._folders.get(0) if self._round_judge.needs_base else None
+        if not bundles or folder is None or (self._round_judge.needs_base and base is None):
             return False
-        started = time.process_time()
-        judgement = await asyncio.to_thread(self._judge_round, task, round_index, dict(bundles), folder)
-        self._record(task, round_index, judgement)
-        await self._commit(task, round_index)
-        self._tell(round_index, judgement, len(missing), time.process_time() - started)
+        work = self._judge_round(task, round_index, dict(bundles), folder, base, len(missing))
+        self._jobs["judge",] = asyncio.create_task(work)
+        await asyncio.sleep(0)
         return True
+
+    async def _judge_round(
+        self, task: Task, round_index: int, bundles: dict[bytes, bytes], folder: Path, base: Path | None, missing: int
+    ) -> None:
+        """Judge a round, put the verdict on disk, and commit to it if it is not too late."""
+        ledger, deadline = self._ledger, get_times(task, round_index).verdict_commit_deadline
+        try:
+            submissions, known = get_submissions(
+                ledger.state, task, round_index, bundles, chain_id=ledger.chain_id, ledger=ledger.address
+            )
+            seconds = self._estimate_seconds(deadline - PATIENCE_BLOCKS)
+            said, cpu_s = await self._round_judge.judge(
+                task.spec, submissions, folder=folder, base=base, seconds=seconds
+            )
+            judgement = known.join(said)
+            if ledger.state.block_number >= deadline:
+                raise Fault(f"judged too late: at block {ledger.state.block_number}, limit {deadline - 1}")
+            self._record(task, round_index, judgement)
+            await self._commit(task, round_index)
+            self._tell(round_index, Verdict(judgement, cpu_s), missing)
+        except ConfigError as error:
+            self._refusal = error
+        except Exception as error:  # ours, and of this round: other rounds and the settlement go on
+            text = str(error) if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
+            log.warning("round %d: no verdict (yet): %s", round_index, text, exc_info=not isinstance(error, Fault))
+            self._events("fault", {"round": round_index, "text": text})
+
+    def _estimate_seconds(self, block: int) -> float | None:
+        """Seconds until a block at the chain's recent pace; None while that is not known."""
+        (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
+        if last == first:
+            return None
+        left_s = (block - last) * (last_s - first_s) / (last - first)
+        return max(JUDGE_S_MIN, left_s - (time.monotonic() - last_s))
 
     async def _commit(self, task: Task, round_index: int) -> None:
         """Put the commitment of a verdict that is on disk on the ledger; once is enough."""
         intent, record = f"verdict/{task.task.hex()}/{round_index}", self._journal.records[round_index]
         if self._ledger.outcome(intent).status == "unknown":
             await self._ledger.submit(intent, CommitVerdict(task.task, round_index, record.commitment))
-
-    def _judge_round(self, task: Task, round_index: int, bundles: dict[bytes, bytes], folder: Path) -> Judgement:
-        """The thread's part: load the round's policy where needed, and judge."""
-        if self._loaded is None or self._loaded[0] != folder:
-            self._loaded = None
-            self._scorer.load(folder)
-            self._loaded = (folder, read_hidden_size(folder))
-        return judge_round(
-            self._ledger.state,
-            task,
-            round_index,
-            bundles,
-            environment=self._environment,
-            scorer=self._scorer,
-            hidden=self._loaded[1],
-            chain_id=self._ledger.chain_id,
-            ledger=self._ledger.address,
-        )
 
     def _salt(self, task: bytes, round_index: int) -> bytes:
         """The round's salt: a hash of a signature that is never published, so a restart finds the same one."""
@@ -238,7 +262,8 @@ class VerifierWorker:
         )
         self._journal.add(VerdictRecord(round_index, rows, sealed, salt, commitment))
 
-    def _tell(self, round_index: int, judgement: Judgement, missing: int, cpu_s: float) -> None:
+    def _tell(self, round_index: int, verdict: Verdict, missing: int) -> None:
+        judgement, cpu_s = verdict
         good = sum(row.status == Status.GOOD for row in judgement.rows)
         self._events(
             "verdict",
@@ -247,12 +272,15 @@ class VerifierWorker:
                 "good": good,
                 "rejected": len(judgement.rows) - good,
                 "missing": missing,
+                "unjudged": len(judgement.unjudged),
                 "groups": sum(row.groups for row in judgement.rows),
                 "leaves_audited": sum(row.audited for row in judgement.rows),
                 "tokens_audited": judgement.tokens_audited,
                 "cpu_verification": cpu_s,
             },
         )
+        for one in judgement.unjudged:
+            self._events("unjudged", {"round": round_index, "account": one.account, "text": one.text})
         for finding in judgement.findings:
             self._events("rejected", {"round": round_index, "account": finding.account, "text": finding.text})
 
@@ -294,5 +322,5 @@ class VerifierWorker:
             del self._bundles[round_index]
         self._published = {r for r in self._published if r >= oldest}
         policies = [get_round_policy(task, r) for r in active]
-        used = {policy.version for policy in policies if policy is not None}
+        used = {policy.version for policy in policies if policy is not None} | {0}
         self._folders = {version: folder for version, folder in self._folders.items() if version in used}

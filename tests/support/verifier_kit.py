@@ -10,7 +10,8 @@ Neighbours: tests.support.scenario (the world), tests.support.twins (ports), ver
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from msgspec.structs import replace
 
 from inference.engine import TorchEngine
 from inference.worker import NodeWorker
+from models.policy import read_hidden_size
 from protocol import presets
 from protocol.ledger import calls, events
 from protocol.messages import compute_bundle_key
-from protocol.ports import Scorer
+from protocol.ports import Environment, Scorer
 from protocol.rounds import get_times
+from protocol.task import TaskSpec
 from tests.support.scenario import Scenario, make_account, make_key, make_spec
 from tests.support.twins import MemoryLedger
+from verifier.isolated_judge import RoundJudge, Verdict
+from verifier.judge import Submission, inspect_submission, judge_submissions
 from verifier.scorer import TorchScorer
 from verifier.worker import VerifierWorker
 
@@ -38,13 +43,48 @@ def make_quick_spec(base: Path, **changes: Any) -> Any:
     return make_spec(base, **{"schedule": schedule, "groups_per_round": 4, "slots_max": 4, **changes})
 
 
+class LocalJudge:
+    """A `RoundJudge` in this process, done before anybody else has a turn: a step of a verifier is a whole step."""
+
+    needs_base = False
+
+    def __init__(self, environment: Environment, scorer: Scorer) -> None:
+        self._environment, self._scorer = environment, scorer
+        self._loaded: Path | None = None
+
+    async def inspect(self, spec: TaskSpec, submission: Submission) -> str:
+        return inspect_submission(spec, submission)
+
+    async def judge(
+        self,
+        spec: TaskSpec,
+        submissions: Sequence[Submission],
+        *,
+        folder: Path,
+        base: Path | None,
+        seconds: float | None,
+    ) -> Verdict:
+        started = time.process_time()
+        if self._loaded != folder:
+            self._scorer.load(folder)
+            self._loaded = folder
+        judgement = judge_submissions(
+            spec, submissions, environment=self._environment, scorer=self._scorer, hidden=read_hidden_size(folder)
+        )
+        return Verdict(judgement, time.process_time() - started)
+
+    async def close(self) -> None:
+        pass
+
+
 class VerifierNetwork:
     """See the module.
 
     Attributes:
         seen: events of every verifier by name, over restarts.
         verifiers / ledgers: workers and connections by name; tests may stop one by removing its worker.
-        scorers / environments: what a verifier is given in place of the real one.
+        scorers / environments: what a verifier's judge is given in place of the real one.
+        judges: what a verifier is given in place of a `LocalJudge`.
         withheld: (round, node) of bundles that no relay serves although they are receipted.
     """
 
@@ -58,6 +98,7 @@ class VerifierNetwork:
         self.nodes: dict[str, NodeWorker] = {}
         self.scorers: dict[str, Scorer] = {}
         self.environments: dict[str, Any] = {}
+        self.judges: dict[str, RoundJudge] = {}
         self.withheld: set[tuple[int, str]] = set()
         for name in RELAYS:
             self.world.register(name, events.Role.RELAY)
@@ -85,11 +126,11 @@ class VerifierNetwork:
     def restart(self, name: str) -> VerifierWorker:
         """A new process: memory is lost, directory and outbox are not."""
         self.ledgers[name] = self.world.register(name, events.Role.VERIFIER)
+        environment = self.environments.get(name, self.world.environment)
         self.verifiers[name] = VerifierWorker(
             ledger=self.ledgers[name],
             task=self.world.task_id,
-            environment=self.environments.get(name, self.world.environment),
-            scorer=self.scorers.get(name) or TorchScorer(),
+            judge=self.judges.get(name) or LocalJudge(environment, self.scorers.get(name) or TorchScorer()),
             policies=self.world.policies,
             blobs=self.world.blobs,
             key=make_key(name),
