@@ -48,7 +48,7 @@ class Harness(NamedTuple):
     share: int = 40
     bytes_max: int = 4096
     rss_mb: int = 512
-    examples: int = 60
+    examples: int = 30
 
 
 def attempt(kinds: type[Exception] | tuple[type[Exception], ...], work: Callable[[], Any]) -> str:

@@ -153,6 +153,13 @@ def mutate_tagged(data: bytes, rng: random.Random) -> bytes:
     return head + mutate_msgpack(data[1:], rng)
 
 
+def mutate_frame(data: bytes, rng: random.Random) -> bytes:
+    """Four bytes of length, then a message; the length is set right, mostly."""
+    body = mutate_msgpack(data[4:], rng)
+    size = len(body) if rng.randrange(8) else rng.choice((0, 1, 4096, 4097, 2**31, 2**32 - 1))
+    return size.to_bytes(4, "big") + body
+
+
 def mutate_json(data: bytes, rng: random.Random) -> bytes:
     """JSON with one value changed; the bytes themselves when it is none."""
     try:
@@ -219,6 +226,7 @@ _SHAPES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "bytes": mutate_bytes,
     "msgpack": mutate_msgpack,
     "tagged": mutate_tagged,
+    "frame": mutate_frame,
     "json": mutate_json,
     "tagged-json": mutate_tagged_json,
     "words": mutate_words,

@@ -260,7 +260,7 @@ HARNESSES = {
     "adapter_weights": Harness(_adapter_weights, "safetensors", share=20),
     "weights_head": Harness(_weights_head, "safetensors", share=20, bytes_max=8000, rss_mb=1024),
     "policy_config": Harness(_config, "json", share=20, bytes_max=2000),
-    "policy_load": Harness(_load, "tagged-json", share=1, bytes_max=8000, rss_mb=2048, examples=8),
+    "policy_load": Harness(_load, "tagged-json", share=1, bytes_max=8000, rss_mb=2048, examples=4),
     "gguf_file": Harness(_gguf, "bytes", share=4, bytes_max=3000, rss_mb=1024, examples=15),
     "tokenizer_json": Harness(_tokenizer, "json", share=10, bytes_max=16_000, examples=30),
     "data_rows": Harness(_rows, "tagged-json", share=30),

@@ -1,4 +1,4 @@
-"""A fixed sample of every harness: valid inputs pass, and whatever else comes is refused in the documented way or passes too.
+"""A fixed sample of every harness of messages, of the mesh and of the chain.
 
 `make fuzz` is the long run (docs/fuzzing.md).
 """
@@ -6,40 +6,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
+from tests.fuzz import targets_chain, targets_messages, targets_shardcast, targets_work
 from tests.fuzz.harnesses import HARNESSES, split_runs
-from tests.fuzz.kit import ACCEPTED, bounded_memory
-from tests.fuzz.mutate import mutate
+from tests.fuzz.sampling import check_sample
 
-#: Address space that one harness's inputs may take beside what is taken already.
-EXTRA_BYTES = 3 << 29
+MODULES = (targets_messages, targets_work, targets_shardcast, targets_chain)
 
 
-@pytest.mark.parametrize("name", HARNESSES)
+@pytest.mark.parametrize("name", [name for module in MODULES for name in module.HARNESSES])
 def test_every_input_is_accepted_or_refused_as_documented(name, tmp_path):
-    harness = HARNESSES[name]
-    target = harness.make(tmp_path)
-    assert ACCEPTED in {target.fuzz(seed) for seed in target.seeds}, (
-        "no seed passes: the harness tests the first check only"
-    )
-    assert all(len(seed) <= harness.bytes_max for seed in target.seeds)
-
-    @settings(
-        max_examples=harness.examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.sampled_from(target.seeds), st.randoms(use_true_random=False), st.binary(max_size=64))
-    def sample(seed, rng, noise):
-        target.fuzz(mutate(seed, rng, harness.shape, harness.bytes_max))
-        target.fuzz(noise)
-
-    with bounded_memory(EXTRA_BYTES):
-        sample()
+    check_sample(name, tmp_path)
 
 
 def test_a_long_run_is_split_over_all_harnesses():
