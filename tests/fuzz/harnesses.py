@@ -10,6 +10,7 @@ from collections.abc import Collection
 from tests.fuzz import (
     targets_chain,
     targets_disk,
+    targets_judging,
     targets_messages,
     targets_models,
     targets_operator,
@@ -23,6 +24,7 @@ HARNESSES: dict[str, Harness] = {
     for module in (
         targets_messages,
         targets_work,
+        targets_judging,
         targets_shardcast,
         targets_chain,
         targets_models,

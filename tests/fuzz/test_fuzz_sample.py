@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz import targets_chain, targets_messages, targets_shardcast, targets_work
+from tests.fuzz import targets_chain, targets_judging, targets_messages, targets_shardcast, targets_work
 from tests.fuzz.harnesses import HARNESSES, split_runs
 from tests.fuzz.sampling import check_sample
 
-MODULES = (targets_messages, targets_work, targets_shardcast, targets_chain)
+MODULES = (targets_messages, targets_work, targets_judging, targets_shardcast, targets_chain)
 
 
 @pytest.mark.parametrize("name", [name for module in MODULES for name in module.HARNESSES])
