@@ -121,15 +121,24 @@ def find_top_entries(hidden: NDArray[np.uint16], *, topk: int, chunk: int, whose
     if whole:
         parts.append(find_top(dense[: whole * chunk].reshape(whole, chunk * width), sizes[0], whose))
     if whole * chunk < rows:
-        indices, values = find_top(dense[whole * chunk :].reshape(1, -1), sizes[-1], whose)
-        missing = ((0, 0), (0, sizes[0] - sizes[-1]))
-        parts.append((np.pad(indices, missing), np.pad(values, missing)) if sizes[-1] < sizes[0] else (indices, values))
+        parts.append(find_top(dense[whole * chunk :].reshape(1, -1), sizes[-1], whose))
+    return join_top_entries(rows, width, parts)
+
+
+def join_top_entries(
+    num_tokens: int, hidden: int, parts: Sequence[tuple[NDArray[np.int64], NDArray[np.uint16]]]
+) -> TopEntries:
+    """Top entries of consecutive chunks, found separately: indices and values [chunks, k], the first k the largest."""
     if len(parts) == 1:
-        return TopEntries(rows, width, *parts[0])
-    if not parts:
-        return TopEntries(rows, width, np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.uint16))
-    (first, first_values), (last, last_values) = parts
-    return TopEntries(rows, width, np.concatenate([first, last]), np.concatenate([first_values, last_values]))
+        return TopEntries(num_tokens, hidden, *parts[0])
+    count, width = sum(len(part) for part, _ in parts), parts[0][0].shape[1] if parts else 0
+    indices, values = np.zeros((count, width), dtype=np.int64), np.zeros((count, width), dtype=np.uint16)
+    start = 0
+    for part, part_values in parts:
+        rows, k = part.shape
+        indices[start : start + rows, :k], values[start : start + rows, :k] = part, part_values
+        start += rows
+    return TopEntries(num_tokens, hidden, indices, values)
 
 
 def _validate_top_entries(top: TopEntries, *, topk: int, chunk: int, whose: str) -> None:
