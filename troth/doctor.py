@@ -25,6 +25,7 @@ PACKAGES = (
     "environments",
     "models",
     "troth",
+    "configs",
 )
 _NEEDS = {
     "relay": ("msgspec", "zmq", "web3"),

@@ -1,7 +1,8 @@
 """`task.toml`: the file an initiator writes, and the canonical `TaskSpec` it becomes.
 
-A preset fills in the schedule and the economics; the file overrides what it names. Every mistake is reported with the
-key, what was seen and what is expected.
+A preset fills in the schedule and the economics; the file overrides what it names. A proof profile is named (one that is
+shipped, or a file that `troth calibrate` wrote), or given as a table of what differs from its `base`. Every mistake is
+reported with the key, what was seen and what is expected.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from protocol.task import (
     compute_epoch_pay_max,
     validate_spec,
 )
+from troth.calibrate.files import load_profile
 from troth.settings import Section, read_toml, validate
 
 
@@ -75,7 +77,7 @@ class TaskTable(Section):
     sampling: SamplingTable
     escrow: EscrowTable
     adapter: AdapterTable = AdapterTable()
-    profile: dict[str, Any] = {}
+    profile: str | dict[str, Any] = {}
     schedule: dict[str, int] = {}
     economics: dict[str, int] = {}
 
@@ -120,12 +122,25 @@ def load_task_file(path: Path, *, token: bytes, content_hash: Any) -> tuple[Task
     """
     table = validate(TaskTable, read_toml(path), str(path))
     try:
-        return _build_spec(table, token, content_hash), table.escrow.deposit
+        return _build_spec(table, token, content_hash, path.parent), table.escrow.deposit
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _build_spec(table: TaskTable, token: bytes, content_hash: Any) -> TaskSpec:
+def _find_profile(given: str | dict[str, Any], folder: Path) -> ProofProfile:
+    """A profile from its name or file, or from a table: fields that replace those of `base`, by default the fp32 preset."""
+    if isinstance(given, str):
+        return load_profile(given, folder)
+    fields = dict(given)
+    base = fields.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"profile.base is {base!r}, expected the name of a profile, or a file")
+    start = PROFILE_FP32 if base is None else load_profile(base, folder)
+    found: ProofProfile = _replace(ProofProfile, start, fields, "profile")
+    return found
+
+
+def _build_spec(table: TaskTable, token: bytes, content_hash: Any, folder: Path) -> TaskSpec:
     preset = PRESETS.get(table.preset)
     if preset is None:
         raise ConfigError(f"preset is {table.preset!r}, expected one of {', '.join(PRESETS)}")
@@ -146,7 +161,7 @@ def _build_spec(table: TaskTable, token: bytes, content_hash: Any) -> TaskSpec:
         groups_per_round=table.groups_per_round,
         slots_max=table.slots_max,
         max_staleness=table.max_staleness,
-        profile=_replace(ProofProfile, PROFILE_FP32, table.profile, "profile"),
+        profile=_find_profile(table.profile, folder),
         schedule=_replace(Schedule, preset.schedule, table.schedule, "schedule"),
         economics=_replace(Economics, preset.economics, table.economics, "economics"),
         verifiers_per_round=preset.verifiers_per_round,

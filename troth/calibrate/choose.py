@@ -94,7 +94,10 @@ def choose_profile(
     limits = _choose_limits(honest, topk)
     share_null, ties_null = _choose_nulls(honest)
     shares = {label: (one.shares, len(one.sizes) / one.num_rollouts) for label, one in alternatives.items()}
-    misses = {label: ((one.gaps > 0) * 1.0, len(one.gaps) / one.num_rollouts) for label, one in alternatives.items()}
+    misses = {
+        label: ((one.gaps > 0).astype(np.float64), len(one.gaps) / one.num_rollouts)
+        for label, one in alternatives.items()
+    }
     share_bet, ties_bet = choose_bet(shares, share_null), choose_bet(misses, ties_null)
     profile = ProofProfile(
         name=name,
@@ -231,7 +234,7 @@ def judge_alternative(profile: ProofProfile, label: str, honest: Observed, other
         "refused_replay": round(float(refused.replay.mean()), 4),
         "auc_share": auc("shares"),
         "auc_mantissa": auc("means"),
-        "auc_misses": round(compute_auc(honest.misses * 1.0, other.misses * 1.0), 4),
+        "auc_misses": round(compute_auc(honest.misses.astype(np.float64), other.misses.astype(np.float64)), 4),
     }
     if math.isfinite(delay):
         result["rollouts_to_alarm"] = max(1, math.ceil(delay))
@@ -239,7 +242,7 @@ def judge_alternative(profile: ProofProfile, label: str, honest: Observed, other
 
 
 def _is_found(row: Mapping[str, Any]) -> bool:
-    return row["refused"] >= FIND_SHARE or row.get("rollouts_to_alarm", math.inf) <= FIND_ROLLOUTS
+    return bool(row["refused"] >= FIND_SHARE) or row.get("rollouts_to_alarm", math.inf) <= FIND_ROLLOUTS
 
 
 def list_unfound(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -8,7 +8,6 @@ Neighbours: troth.task_file names profiles in tasks, troth.calibrate.tables prin
 from __future__ import annotations
 
 import difflib
-import importlib.resources
 import json
 import math
 from pathlib import Path
@@ -20,6 +19,8 @@ from troth.settings import read_toml
 
 SUFFIX = ".toml"
 MEASURED = "measured"
+#: Beside the packages, in a checkout and where a wheel is installed alike.
+SHIPPED = Path(__file__).parents[2] / "configs" / "profiles"
 
 
 class ProfileFile(NamedTuple):
@@ -31,12 +32,7 @@ class ProfileFile(NamedTuple):
 
 def find_shipped() -> dict[str, Path]:
     """Files of the profiles that come with the software, by name."""
-    folder = importlib.resources.files("configs") / "profiles"
-    return {
-        entry.name.removesuffix(SUFFIX): Path(str(entry))
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
-        if entry.name.endswith(SUFFIX)
-    }
+    return {path.stem: path for path in sorted(SHIPPED.glob(f"*{SUFFIX}"))}
 
 
 def load_profile(name: str, folder: Path) -> ProofProfile:

@@ -18,7 +18,7 @@ from models.policy import read_config, read_tensors
 from protocol.codec import PROTOCOL_VERSION
 from protocol.errors import ConfigError
 from protocol.ports import SampleRequest
-from protocol.task import PROFILE_DTYPES, ProofProfile
+from protocol.task import PROFILE_DTYPES, Environment, ProofProfile
 from shardcast.folder import hash_folder
 from troth.calibrate.alternatives import make_alternatives
 from troth.calibrate.choose import FIND_ROLLOUTS, MARGIN, NULL_RATIO, Choice, choose_profile, list_unfound, require_rows
@@ -119,7 +119,7 @@ def _measure_alternatives(options: Options, pair: Pair, tell: Progress) -> dict[
     names = [name for name in options.prompts if name in environments.ENTRIES]
     environment = None
     if names:
-        spec = environments.EnvironmentSpec(names[0], options.args, environments.content_hash(names[0], options.args))
+        spec = Environment(names[0], options.args, environments.content_hash(names[0], options.args))
         environment = environments.load(spec, [options.model])
     results = {}
     with tempfile.TemporaryDirectory() as work:

@@ -57,7 +57,7 @@ class Observed(NamedTuple):
     @property
     def shares(self) -> Floats:
         """Differing entries of each chunk as a share of those compared."""
-        return self.differing / self.sizes
+        return np.divide(self.differing, self.sizes, dtype=np.float64)
 
     @property
     def misses(self) -> Ints:
@@ -123,8 +123,12 @@ def join(parts: Iterable[Observed]) -> Observed:
         total += part.num_rollouts
     if not shifted:
         raise ValueError("nothing was observed")
-    arrays = [np.concatenate(columns) for columns in zip(*(part[:-1] for part in shifted), strict=True)]
-    return Observed(*arrays, total)
+    arrays = {
+        field: np.concatenate([getattr(part, field) for part in shifted])
+        for field in Observed._fields
+        if field != "num_rollouts"
+    }
+    return Observed(**arrays, num_rollouts=total)
 
 
 def find_rejections(profile: ProofProfile, observed: Observed) -> Rejections:
@@ -186,7 +190,7 @@ def summarise(values: Floats | Ints) -> list[float]:
 
 def summarise_all(observed: Observed) -> dict[str, Any]:
     """Counts, means and quantiles of every statistic, as profile files keep them; numbers rounded to what they are good for."""
-    statistics = {
+    statistics: dict[str, Floats | Ints] = {
         "mismatches": observed.mismatches,
         "exponent_mismatches": observed.exponents,
         "mantissa_mean": observed.means,
