@@ -31,6 +31,7 @@ CONTRACTS = {
     "registry": "StakeRegistry",
     "court": "Court",
     "book": "TaskBook",
+    "canaries": "Canaries",
 }
 
 #: Which contract takes a call, and its function.
@@ -60,6 +61,10 @@ FUNCTIONS: dict[type[calls.Call], tuple[str, str]] = {
     calls.VoteChallenge: ("court", "voteChallenge"),
     calls.WithdrawBond: ("court", "withdrawBond"),
     calls.Finalize: ("court", "finalize"),
+    calls.SealCanary: ("canaries", "seal"),
+    calls.OpenCanary: ("canaries", "open"),
+    calls.ConfirmCanary: ("canaries", "confirm"),
+    calls.WithdrawCanaryBond: ("canaries", "withdraw"),
 }
 
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from protocol.errors import ConfigError
 
 #: Contracts in the order of their creation by one account. Three constructors name contracts that come later, by the
-#: address CREATE will give them: `StakeRegistry(token, unbondBlocks, court)`, `Court(registry, book)`, and last
+#: address CREATE will give them: `StakeRegistry(token, unbondBlocks, court)`, `Court(registry, book)`, and
 #: `TaskBook(token, registry, beacons, court)`, which refuses to exist when any of these addresses is not what it claims.
+#: `Canaries(registry, book)` reads the others and is named by none.
 #: An existing ERC-20 takes the place of `DevToken` on a real chain; it must neither charge a fee nor rebase.
-DEPLOY_ORDER = ("DevToken", "Beacons", "StakeRegistry", "Court", "TaskBook")
+DEPLOY_ORDER = ("DevToken", "Beacons", "StakeRegistry", "Court", "TaskBook", "Canaries")
 
 _NAME = re.compile(r"(test/)?[A-Za-z]\w*")
 

@@ -206,7 +206,7 @@ class EvmLedger:
     # -- beyond the port
 
     async def view(self, contract: str, function: str, *arguments: Any) -> tuple[Any, ...]:
-        """Call a view of a contract (token, beacons, registry, court or book) at the newest block.
+        """Call a view of a contract (token, beacons, registry, court, book or canaries) at the newest block.
 
         Raises:
             Fault: the node is away, or the contract refuses.
@@ -252,6 +252,8 @@ class EvmLedger:
             return call.amount
         if isinstance(call, calls.Publish):
             return call.deposit
+        if isinstance(call, calls.SealCanary):
+            return call.bond
         if isinstance(call, calls.Challenge):
             task = self.state.tasks.get(call.task)
             if task is None:

@@ -36,6 +36,7 @@ class Deployment(msgspec.Struct, frozen=True):
     registry: bytes
     court: bytes
     book: bytes
+    canaries: bytes
 
     def to_json(self) -> dict[str, Any]:
         """The form of `deployment.json`: addresses as 0x hex."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from contracts.abi import LedgerAbi
+from contracts.abi import CONTRACTS, LedgerAbi
 from contracts.answers import Head, RawLog, parse_block_hash, parse_head, parse_logs
 from contracts.deploy import Deployment
 from contracts.jsonrpc import Rpc, RpcError, Unreachable
@@ -49,7 +49,7 @@ class Follower:
         self._apply = apply
         self._depth = finality_depth
         self._first = deployment.block
-        self._addresses = {deployment.beacons, deployment.registry, deployment.court, deployment.book}
+        self._addresses = {getattr(deployment, name) for name in CONTRACTS if name != "token"}
         self._range = RANGE_BLOCKS_MAX
         #: Hash of each block whose events were handed out, to tell new from known after a rewind.
         self._handed_out: dict[int, bytes] = {}

@@ -136,12 +136,12 @@ class Delivery:
             self._tell("uploaded", index, sent_bytes=len(data))
 
     def _judge(self, task: Task, journal: Journal) -> None:
-        """Tell, in round order, how rounds ended whose reveals are over."""
+        """Tell, in round order, how rounds ended whose openings are over."""
         account, judged = self._ledger.account, journal.judged_round
         for index in sorted(journal.records):
             if index <= journal.judged_round or account not in task.receipts.get(index, {}):
                 continue
-            if self._ledger.state.block_number <= get_times(task, index).verdict_reveal_deadline:
+            if self._ledger.state.block_number <= get_times(task, index).opening_deadline:
                 break
             outcome = get_outcomes(self._ledger.state, task, index).get(account)
             refused = outcome is None or outcome.row.status != Status.GOOD

@@ -79,7 +79,7 @@ async def explain_round(
 
 def describe_alarm(ledger: Ledger, task: Task, round_index: int) -> dict[str, object]:
     """The alarm of this node's sequential test in a round, in the form of `describe_finding`."""
-    deadline = get_times(task, round_index).verdict_reveal_deadline
+    deadline = get_times(task, round_index).opening_deadline
     trial = describe_trial(get_trial(ledger.state, task, ledger.account, deadline + 1))
     nats = ", ".join(f"{index} {added:+.3f}" for index, added in trial["nats_by_round"].items())
     observed, limit = f"log10 of R is {trial['log10']}", f"below {trial['alarm_log10']}"

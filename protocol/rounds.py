@@ -2,14 +2,17 @@
 
 All of these are pure functions of the replica at or after a stated block, so every participant computes the same answer.
 Outcomes are derived in round order, because each adds its evidence to the trial of its node (protocol.evidence), and kept on
-the task; what a committee said does not depend on earlier outcomes, so no rule here asks itself.
+the task; what a committee said does not depend on earlier outcomes, so no rule here asks itself. What was opened as a canary
+(protocol.canaries) has no outcome, so an outcome is known when the openings of its round are over, not before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from protocol.canaries import is_left_out
 from protocol.codec import tagged_hash
 from protocol.errors import Reason, Reject
 from protocol.evidence import NO_TRIAL, Step, Trial, compute_median, compute_next, is_alarm
@@ -119,14 +122,13 @@ def _agree(rows: list[tuple[bytes, Row]], needed: int) -> Outcome | None:
     return None
 
 
-def _get_said(state: LedgerState, task: Task, round_index: int) -> dict[bytes, Outcome]:
-    """What the committee of a round whose reveals are over agrees on, trials aside."""
+def get_rows(state: LedgerState, task: Task, round_index: int) -> dict[bytes, list[tuple[bytes, Row]]]:
+    """What the committee of a round revealed about each receipted submission: rows with their verifiers, by account."""
     receipts = task.receipts.get(round_index)
     if not receipts:
         return {}
-    committee = get_committee(state, task, round_index)
     said: dict[bytes, list[tuple[bytes, Row]]] = {}
-    for verifier in committee:
+    for verifier in get_committee(state, task, round_index):
         reveal = task.reveals.get(round_index, {}).get(verifier)
         if reveal is None:
             continue
@@ -137,8 +139,30 @@ def _get_said(state: LedgerState, task: Task, round_index: int) -> dict[bytes, O
         for row in rows:
             if row.account in receipts:
                 said.setdefault(row.account, []).append((verifier, row))
-    needed = -(-2 * max(len(committee), 1) // 3)
-    return {account: found for account, rows in said.items() if (found := _agree(rows, needed))}
+    return said
+
+
+def get_said(state: LedgerState, task: Task, round_index: int) -> dict[bytes, Outcome]:
+    """What the committee of a round agrees on about each submission, trials and canaries aside. Empty until its reveals are
+    over; final then."""
+    if state.block_number <= get_times(task, round_index).verdict_reveal_deadline:
+        return {}
+    rows = get_rows(state, task, round_index)
+    needed = -(-2 * max(len(get_committee(state, task, round_index)), 1) // 3) if rows else 0
+    return {account: found for account, said in rows.items() if (found := _agree(said, needed))}
+
+
+def get_left_out(
+    state: LedgerState, task: Task, round_index: int, said: Mapping[bytes, Outcome]
+) -> dict[bytes, Outcome | None]:
+    """Opened canaries of a round that count for nothing whatever was said of them, with what was said."""
+    block = get_times(task, round_index).verdict_reveal_deadline
+    left_out = {}
+    for node, canary in task.canaries.get(round_index, {}).items():
+        outcome = said.get(node)
+        if is_left_out(state, task, canary, node, None if outcome is None else outcome.row.status, block):
+            left_out[node] = outcome
+    return left_out
 
 
 def _try_round(task: Task, round_index: int, said: dict[bytes, Outcome]) -> dict[bytes, Outcome]:
@@ -155,35 +179,39 @@ def _try_round(task: Task, round_index: int, said: dict[bytes, Outcome]) -> dict
 
 
 def get_outcomes(state: LedgerState, task: Task, round_index: int) -> dict[bytes, Outcome]:
-    """Judged submissions of a round, by account. Empty until its reveals are over.
+    """Judged submissions of a round, by account. Empty until the openings of its canaries are over.
 
     A submission counts only if it was committed and receipted, and if at least 2/3 of the drawn committee revealed
-    rows that agree on it. Anything else has no outcome: it is unpaid, nobody is slashed for it, and no trial counts it.
+    rows that agree on it. Anything else, and a canary, has no outcome: it is unpaid, nobody is slashed for it, and no trial
+    counts it.
     """
     if round_index not in task.commitments:
         return {}
-    if state.block_number <= get_times(task, round_index).verdict_reveal_deadline:
+    if state.block_number <= get_times(task, round_index).opening_deadline:
         return {}
     if not task.outcomes:
         task.trials.clear()
-    while (index := len(task.outcomes)) <= round_index:  # earlier rounds' reveals were over earlier
-        task.outcomes[index] = _try_round(task, index, _get_said(state, task, index))
+    while (index := len(task.outcomes)) <= round_index:  # earlier rounds' openings were over earlier
+        said = get_said(state, task, index)
+        for node in get_left_out(state, task, index, said):
+            said.pop(node, None)
+        task.outcomes[index] = _try_round(task, index, said)
     return task.outcomes[round_index]  # type: ignore[no-any-return]
 
 
 def get_trial(state: LedgerState, task: Task, account: bytes, block_number: int) -> list[Step]:
-    """The steps of a node's trial in rounds whose reveals were over before `block_number`, in round order."""
+    """The steps of a node's trial in rounds whose openings were over before `block_number`, in round order."""
     _fold_judged(state, task)
     steps: list[Step] = task.trials.get(account, [])
-    deadlines = (get_times(task, step.round_index).verdict_reveal_deadline for step in steps)
+    deadlines = (get_times(task, step.round_index).opening_deadline for step in steps)
     return [step for step, deadline in zip(steps, deadlines, strict=True) if deadline < block_number]
 
 
 def _fold_judged(state: LedgerState, task: Task) -> None:
-    """Add rounds whose reveals are over to the accounts' histories; each round is folded once."""
+    """Add rounds whose openings are over to the accounts' histories; each round is folded once."""
     newest = max(task.commitments, default=-1)
     while task.judged_rounds <= newest:
-        deadline = get_times(task, task.judged_rounds).verdict_reveal_deadline
+        deadline = get_times(task, task.judged_rounds).opening_deadline
         if state.block_number <= deadline:
             return
         for account, outcome in get_outcomes(state, task, task.judged_rounds).items():
@@ -192,7 +220,7 @@ def _fold_judged(state: LedgerState, task: Task) -> None:
 
 
 def get_history(state: LedgerState, task: Task, account: bytes, block_number: int) -> list[Row]:
-    """A node's judged rows whose reveals were over before `block_number`, oldest first."""
+    """A node's judged rows whose openings were over before `block_number`, oldest first."""
     _fold_judged(state, task)
     rows = task.judged.get(account, [])
     return [row for _, row in rows[: bisect_left(rows, block_number, key=lambda entry: entry[0])]]

@@ -111,7 +111,7 @@ class Schedule(Message, frozen=True):
         verdict_commit_blocks: from there to the last block for verdict commitments.
         verdict_reveal_blocks: from there to the last block for reveals.
         challenge_blocks: challenge window of a settlement.
-        timeout_blocks: after the last reveal deadline of the task, when it may be closed without a settlement.
+        timeout_blocks: after the task's last epoch can be settled, when it may be closed without a settlement.
     """
 
     start_delay_blocks: int
@@ -227,6 +227,8 @@ class RoundTimes(NamedTuple):
     audit_block: int
     verdict_commit_deadline: int
     verdict_reveal_deadline: int
+    opening_deadline: int
+    confirm_deadline: int
 
 
 def compute_round_times(schedule: Schedule, start_block: int, round_index: int) -> RoundTimes:
@@ -236,7 +238,10 @@ def compute_round_times(schedule: Schedule, start_block: int, round_index: int) 
     receipt = commit + schedule.receipt_blocks
     audit = receipt + schedule.finality_blocks
     verdict_commit = audit + schedule.verdict_commit_blocks
-    return RoundTimes(start, commit, receipt, audit, verdict_commit, verdict_commit + schedule.verdict_reveal_blocks)
+    reveal = verdict_commit + schedule.verdict_reveal_blocks
+    opening = reveal + schedule.verdict_reveal_blocks
+    confirm = opening + schedule.verdict_commit_blocks  # fresh verifiers have as long as the committee had
+    return RoundTimes(start, commit, receipt, audit, verdict_commit, reveal, opening, confirm)
 
 
 def compute_rollout_pay(spec: TaskSpec, num_tokens: int) -> int:

@@ -25,7 +25,7 @@ from protocol.rounds import (
     get_audit_ppm,
     get_end_round,
     get_open_round,
-    get_outcomes,
+    get_said,
     get_round_policy,
     get_times,
     is_suspended,
@@ -275,7 +275,7 @@ class Intake:
             submission.num_judged = num_judged
             round_index, account = key
             if get_audit_ppm(state, task, account, round_index) >= PPM:
-                outcome = get_outcomes(state, task, round_index).get(account)
+                outcome = get_said(state, task, round_index).get(account)
                 if outcome is None or outcome.row.status != Status.GOOD:
                     if state.block_number > get_times(task, round_index).verdict_reveal_deadline:
                         judged = "no outcome" if outcome is None else outcome.row.status.name.lower()

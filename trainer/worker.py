@@ -244,7 +244,7 @@ class TrainerWorker:
 
     def _is_over(self, task: Task) -> bool:
         """Whether the last round is past and had time to be used."""
-        last = get_times(task, get_end_round(task) - 1).verdict_reveal_deadline
+        last = get_times(task, get_end_round(task) - 1).opening_deadline
         return self._ledger.state.block_number > last + task.spec.schedule.round_blocks
 
     async def _train(self, task: Task, generation: Generation, batch: Sequence[TrainingGroup]) -> None:

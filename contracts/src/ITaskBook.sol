@@ -122,7 +122,7 @@ interface ITaskBook {
         bytes32 task, address[] calldata accounts, uint256[] calldata cumulatives, bytes32[][] calldata proofs
     ) external;
 
-    /// @notice Ends the task: when its last epoch is settled, or `timeoutBlocks` after its last reveal deadline with no
+    /// @notice Ends the task: when its last epoch is settled, or `timeoutBlocks` after it could be, with no
     /// settlement pending. Earnings stay claimable for ever. Anybody may.
     function close(bytes32 task) external;
 
@@ -134,6 +134,9 @@ interface ITaskBook {
 
     /// @notice Last reveal deadline of an epoch: the block whose stakes weigh the votes on its settlement.
     function lastRevealOf(bytes32 task, uint64 epoch) external view returns (uint256);
+
+    /// @notice Last block in which a canary of an epoch can be voted on: the epoch can be settled after it.
+    function lastConfirmOf(bytes32 task, uint64 epoch) external view returns (uint256);
 
     function token() external view returns (IERC20);
     function registry() external view returns (IStakeRegistry);

@@ -96,7 +96,7 @@ contract TaskBook is TaskEscrow {
             reservation.amount -= amount;
         } else {
             // Its work can be slashed until its last epoch is settled, a challenge and its vote included.
-            uint256 until = lastRevealOf(task, toEpoch - 1) + 2 * uint256(t.terms.challengeBlocks);
+            uint256 until = lastConfirmOf(task, toEpoch - 1) + 2 * uint256(t.terms.challengeBlocks);
             reservation.leaving += amount;
             if (until > reservation.leavingUntil) reservation.leavingUntil = until;
         }

@@ -118,7 +118,7 @@ abstract contract TaskEscrow is TaskStore, ReentrancyGuardTransient {
         Task storage t = _open(task);
         if (ICourt(court).isPending(task)) revert SettlementIsPending(task);
         uint256 endEpoch = t.endRound / t.terms.epochRounds;
-        uint256 timeoutBlock = t.terms.lastReveal(t.startBlock, t.endRound) + t.terms.timeoutBlocks;
+        uint256 timeoutBlock = t.terms.lastConfirm(t.startBlock, t.endRound) + t.terms.timeoutBlocks;
         if (t.settledEpochs < endEpoch && block.number <= timeoutBlock) {
             revert NotClosable(t.settledEpochs, endEpoch, timeoutBlock);
         }
@@ -141,8 +141,8 @@ abstract contract TaskEscrow is TaskStore, ReentrancyGuardTransient {
         if (epoch != t.settledEpochs) revert WrongEpoch(epoch, t.settledEpochs);
         uint256 endEpoch = t.endRound / t.terms.epochRounds;
         if (epoch >= endEpoch) revert PastTheEnd(epoch, endEpoch);
-        uint256 lastReveal = lastRevealOf(task, epoch);
-        if (block.number <= lastReveal) revert TooEarly(block.number, lastReveal + 1);
+        uint256 lastConfirm = lastConfirmOf(task, epoch);
+        if (block.number <= lastConfirm) revert TooEarly(block.number, lastConfirm + 1);
         if (paidTotal < t.paidTotal || burnedTotal < t.burnedTotal) {
             revert TotalsShrink(paidTotal, burnedTotal, t.paidTotal, t.burnedTotal);
         }

@@ -68,6 +68,12 @@ abstract contract TaskStore is ITaskBook {
     }
 
     /// @inheritdoc ITaskBook
+    function lastConfirmOf(bytes32 task, uint64 epoch) public view returns (uint256) {
+        Task storage t = _known(task);
+        return t.terms.lastConfirm(t.startBlock, (uint256(epoch) + 1) * t.terms.epochRounds);
+    }
+
+    /// @inheritdoc ITaskBook
     function termsOf(bytes32 task) external view returns (Terms memory) {
         return _known(task).terms;
     }

@@ -14,7 +14,7 @@ struct Terms {
     uint32 verdictCommitBlocks; // from there to the last block for verdict commitments
     uint32 verdictRevealBlocks; // from there to the last block for reveals
     uint32 challengeBlocks; // challenge window of a settlement, and voting window of a challenge
-    uint32 timeoutBlocks; // after the last reveal deadline, when a task may be closed unsettled
+    uint32 timeoutBlocks; // after its last epoch can be settled, when a task may be closed unsettled
     uint32 slotsMax; // most leaves of one node in one round
     uint16 slashBps; // share of a cheat's stake that is burned, in 1/10000
     uint128 leafPayMax; // the most one leaf can earn
@@ -35,6 +35,8 @@ struct RoundTimes {
     uint256 auditBlock; // its hash is the audit beacon
     uint256 verdictCommitDeadline;
     uint256 verdictRevealDeadline;
+    uint256 openingDeadline; // canaries are opened
+    uint256 confirmDeadline; // fresh verifiers vote on opened canaries
 }
 
 /// @title Bounds of a task's terms and the block schedule that follows from them
@@ -73,9 +75,10 @@ library TermsLib {
         _range("basePolicy", uint256(t.basePolicy), 1, type(uint256).max);
         uint256 span = uint256(t.commitBlocks) + t.receiptBlocks + t.finalityBlocks + t.verdictCommitBlocks;
         if (span > BEACON_SPAN_MAX) revert BeaconSpanTooLong(span, BEACON_SPAN_MAX);
-        // A cheat that unbonds in the first round of an epoch is slashed after the epoch's last reveal, the challenge
-        // window, and the vote on a challenge made in the window's last block.
-        uint256 needed = uint256(t.epochRounds) * t.roundBlocks + span + t.verdictRevealBlocks + 2 * uint256(t.challengeBlocks);
+        // A cheat that unbonds in the first round of an epoch is slashed after the epoch's last reveal, the openings of and
+        // votes on its canaries, the challenge window, and the vote on a challenge made in the window's last block.
+        uint256 verdicts = 2 * uint256(t.verdictRevealBlocks) + t.verdictCommitBlocks;
+        uint256 needed = uint256(t.epochRounds) * t.roundBlocks + span + verdicts + 2 * uint256(t.challengeBlocks);
         if (unbondBlocks < needed) revert UnbondingTooShort(unbondBlocks, needed);
     }
 
@@ -87,12 +90,19 @@ library TermsLib {
         times.auditBlock = times.receiptDeadline + t.finalityBlocks;
         times.verdictCommitDeadline = times.auditBlock + t.verdictCommitBlocks;
         times.verdictRevealDeadline = times.verdictCommitDeadline + t.verdictRevealBlocks;
+        times.openingDeadline = times.verdictRevealDeadline + t.verdictRevealBlocks;
+        times.confirmDeadline = times.openingDeadline + t.verdictCommitBlocks; // as long as a committee has
     }
 
     /// @notice Last reveal deadline of the last of `numRounds` rounds; the block before the start for none.
     function lastReveal(Terms storage t, uint256 startBlock, uint256 numRounds) internal view returns (uint256) {
         if (numRounds == 0) return startBlock - 1;
         return roundTimes(t, startBlock, numRounds - 1).verdictRevealDeadline;
+    }
+
+    /// @notice Last block in which anything can be said about the first `numRounds` rounds: they can be settled after it.
+    function lastConfirm(Terms storage t, uint256 startBlock, uint256 numRounds) internal view returns (uint256) {
+        return lastReveal(t, startBlock, numRounds) + t.verdictRevealBlocks + t.verdictCommitBlocks;
     }
 
     /// @notice First epoch whose round beacons are all unknown still: 0 before the start, else the one after the present.

@@ -164,6 +164,34 @@ class Finalize(Call, frozen=True):
     epoch: int
 
 
+class SealCanary(Call, frozen=True):
+    """`Canaries.seal(sealHash, bond)`: by any account, for any node; see protocol.canaries."""
+
+    seal_hash: bytes
+    bond: int
+
+
+class OpenCanary(Call, frozen=True):
+    """`Canaries.open(task, round, salt)`: by the node, after the round's reveals."""
+
+    task: bytes
+    round: int
+    salt: bytes
+
+
+class ConfirmCanary(Call, frozen=True):
+    """`Canaries.confirm(task, round, node, defective)`: a verifier's judgement of an opened canary."""
+
+    task: bytes
+    round: int
+    node: bytes
+    defective: bool
+
+
+class WithdrawCanaryBond(Call, frozen=True):
+    """`Canaries.withdraw()`: the bonds of our opened seals."""
+
+
 class Claim(Call, frozen=True):
     """`TaskBook.claim(task, account, cumulative, proof)`: pays `account`, whoever sends it."""
 

@@ -156,6 +156,34 @@ class VerdictRevealed(Event, frozen=True):
     report: bytes
 
 
+class CanarySealed(Event, frozen=True):
+    """`Canaries.seal`: somebody's hash of (task, round, node, salt), and the bond behind it."""
+
+    seal_hash: bytes
+    sealer: bytes
+    bond: int
+
+
+class CanaryOpened(Event, frozen=True):
+    """`Canaries.open`: the submission of `node` in this round was a canary, sealed in block `sealed_block`."""
+
+    task: bytes
+    round: int
+    node: bytes
+    sealed_block: int
+    bond: int
+
+
+class CanaryVoted(Event, frozen=True):
+    """`Canaries.confirm`: what `verifier` says of an opened canary."""
+
+    task: bytes
+    round: int
+    node: bytes
+    verifier: bytes
+    defective: bool
+
+
 class SettlementVoted(Event, frozen=True):
     """`Court.voteSettlement`: `settlement` is the keccak hash of what was voted for."""
 

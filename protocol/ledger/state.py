@@ -22,6 +22,7 @@ class Participant:
 
     Attributes:
         stakes: (block, bonded) after each change, so that rules can ask for the stake at a stated block.
+        unbonds: the same for unbonding stake.
     """
 
     account: bytes
@@ -29,7 +30,7 @@ class Participant:
     network_key: bytes
     record: bytes
     stakes: list[tuple[int, int]]
-    unbonding: int = 0
+    unbonds: list[tuple[int, int]] = field(default_factory=list)
     slashed: int = 0
 
     @property
@@ -37,14 +38,28 @@ class Participant:
         """Bonded stake now."""
         return self.stakes[-1][1]
 
+    @property
+    def unbonding(self) -> int:
+        """Unbonding stake now."""
+        return self.unbonds[-1][1] if self.unbonds else 0
+
     def bonded_at(self, block_number: int) -> int:
         """Bonded stake after all events up to and including `block_number`."""
-        amount = 0
-        for block, bonded in self.stakes:
-            if block > block_number:
-                break
-            amount = bonded
-        return amount
+        return _get_amount(self.stakes, block_number)
+
+    def unbonding_at(self, block_number: int) -> int:
+        """Unbonding stake after all events up to and including `block_number`."""
+        return _get_amount(self.unbonds, block_number)
+
+
+def _get_amount(history: list[tuple[int, int]], block_number: int) -> int:
+    """The last amount of a history at or before a block, 0 before the first."""
+    amount = 0
+    for block, value in history:
+        if block > block_number:
+            break
+        amount = value
+    return amount
 
 
 @dataclass
@@ -86,6 +101,24 @@ class Reveal:
 
 
 @dataclass
+class Seal:
+    """A sealed canary: nobody knows of which submission."""
+
+    sealer: bytes
+    bond: int
+    block_number: int
+
+
+@dataclass
+class Canary:
+    """An opened canary, and what verifiers said of it since; the rules count the votes of those that were not drawn."""
+
+    bond: int
+    sealed_block: int
+    votes: dict[bytes, bool] = field(default_factory=dict)
+
+
+@dataclass
 class Settlement:
     """A settlement that is pending, challenged or final."""
 
@@ -115,6 +148,7 @@ class Task:
     receipts: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
     verdict_commits: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
     reveals: dict[int, dict[bytes, Reveal]] = field(default_factory=dict)
+    canaries: dict[int, dict[bytes, Canary]] = field(default_factory=dict)
     votes: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
     settlements: dict[int, Settlement] = field(default_factory=dict)
     #: How often the settlement of an epoch was voided.
@@ -124,9 +158,9 @@ class Task:
     closed: bool = False
     refunded: int = 0
     burned_at_close: int = 0
-    #: What protocol.rounds derived and need not derive again: outcomes of rounds whose reveals are over, without gaps from
+    #: What protocol.rounds derived and need not derive again: outcomes of rounds whose openings are over, without gaps from
     #: round 0, and what they did to each account's trial; quotas of rounds that have started, judged rows by account
-    #: with their reveal deadlines, rounds folded into those.
+    #: with their opening deadlines, rounds folded into those.
     outcomes: dict[int, Any] = field(default_factory=dict)
     trials: dict[bytes, list[Any]] = field(default_factory=dict)
     quotas: dict[int, dict[bytes, int]] = field(default_factory=dict)
@@ -149,6 +183,11 @@ class LedgerState:
     beacons: dict[int, bytes] = field(default_factory=dict)
     #: Tasks on the ledger whose spec breaks a rule: nobody serves them.
     invalid_tasks: dict[bytes, str] = field(default_factory=dict)
+    #: The newest seals by hash, at most `SEALS_MAX`. No rule reads them: a canary's maker does, before it spoils its work.
+    seals: dict[bytes, Seal] = field(default_factory=dict)
+
+
+SEALS_MAX = 16_384
 
 
 def _registered(state: LedgerState, e: ev.ParticipantRegistered, block: int) -> None:
@@ -164,7 +203,7 @@ def _record_changed(state: LedgerState, e: ev.RecordChanged, block: int) -> None
 def _stake_changed(state: LedgerState, e: ev.StakeChanged, block: int) -> None:
     participant = state.participants[e.account]
     participant.stakes.append((block, e.bonded))
-    participant.unbonding = e.unbonding
+    participant.unbonds.append((block, e.unbonding))
 
 
 def _slashed(state: LedgerState, e: ev.Slashed, block: int) -> None:
@@ -173,6 +212,12 @@ def _slashed(state: LedgerState, e: ev.Slashed, block: int) -> None:
 
 def _beacon(state: LedgerState, e: ev.BeaconRecorded, block: int) -> None:
     state.beacons[e.block_number] = e.block_hash
+
+
+def _sealed(state: LedgerState, e: ev.CanarySealed, block: int) -> None:
+    if len(state.seals) >= SEALS_MAX:
+        del state.seals[next(iter(state.seals))]
+    state.seals[e.seal_hash] = Seal(e.sealer, e.bond, block)
 
 
 def _published(state: LedgerState, e: ev.TaskPublished, block: int) -> None:
@@ -237,6 +282,17 @@ def _verdict_revealed(task: Task, e: ev.VerdictRevealed, block: int) -> None:
     task.reveals.setdefault(e.round, {})[e.verifier] = Reveal(e.rows, e.report, block)
 
 
+def _canary_opened(task: Task, e: ev.CanaryOpened, block: int) -> None:
+    if e.node in task.commitments.get(e.round, {}):  # else there is nothing to leave out
+        task.canaries.setdefault(e.round, {}).setdefault(e.node, Canary(e.bond, e.sealed_block))
+
+
+def _canary_voted(task: Task, e: ev.CanaryVoted, block: int) -> None:
+    canary = task.canaries.get(e.round, {}).get(e.node)
+    if canary is not None:
+        canary.votes.setdefault(e.verifier, e.defective)
+
+
 def _voted(task: Task, e: ev.SettlementVoted, block: int) -> None:
     task.votes.setdefault(e.epoch, {})[e.verifier] = e.settlement
 
@@ -278,6 +334,7 @@ _GLOBAL: dict[type[ev.Event], Callable[[LedgerState, Any, int], None]] = {
     ev.StakeChanged: _stake_changed,
     ev.Slashed: _slashed,
     ev.BeaconRecorded: _beacon,
+    ev.CanarySealed: _sealed,
     ev.TaskPublished: _published,
 }
 
@@ -291,6 +348,8 @@ _PER_TASK: dict[type[ev.Event], Callable[[Task, Any, int], None]] = {
     ev.PolicyAttested: _attested,
     ev.VerdictCommitted: _verdict_committed,
     ev.VerdictRevealed: _verdict_revealed,
+    ev.CanaryOpened: _canary_opened,
+    ev.CanaryVoted: _canary_voted,
     ev.SettlementVoted: _voted,
     ev.SettlementPending: _pending,
     ev.SettlementChallenged: _challenged,

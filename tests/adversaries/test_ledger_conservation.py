@@ -139,7 +139,7 @@ class RandomCallers(RuleBasedStateMachine):
         task = self._task(pick)
         epoch, _, paid, burned = self.ledger.view("book", "settlementOf", task)
         if wait:
-            last = self.ledger.view("book", "lastRevealOf", task, epoch)
+            last = self.ledger.view("book", "lastConfirmOf", task, epoch)
             self.ledger.mine_until(max(self.ledger.block, last + 1))
         node, node2 = self.ledger.address("node"), self.ledger.address("node2")
         earned = next((e for e in reversed(self.proposals[task]) if sum(e.values()) == paid), {})
@@ -189,7 +189,7 @@ class RandomCallers(RuleBasedStateMachine):
         task = self._task(pick)
         if wait:
             epochs = self.ledger.view("book", "stateOf", task)[2] // TERMS.epoch_rounds
-            last = self.ledger.view("book", "lastRevealOf", task, max(epochs, 1) - 1)
+            last = self.ledger.view("book", "lastConfirmOf", task, max(epochs, 1) - 1)
             self.ledger.mine_until(max(self.ledger.block, last + TERMS.timeout_blocks + 1))
         self._try(who, "book", "close", task)
 

@@ -100,7 +100,7 @@ def test_l8_all_funds_exit(
     happened(ledger, task)
     end_round = ledger.view("book", "stateOf", task)[2]
     last_epoch = end_round // TERMS.epoch_rounds - 1
-    timeout = ledger.view("book", "lastRevealOf", task, last_epoch) + TERMS.timeout_blocks
+    timeout = ledger.view("book", "lastConfirmOf", task, last_epoch) + TERMS.timeout_blocks
     ledger.mine_until(timeout)
     assert ledger.error("stranger", "book", "close", task)[0] in ("NotClosable", "SettlementIsPending")
     ledger.mine_until(timeout + 1)
@@ -144,7 +144,7 @@ def test_l8_cancelled_before_the_start_is_closed_at_once(ledger: EvmLedger) -> N
 def test_l8_no_settlement_after_close(ledger: EvmLedger) -> None:
     task = ledger.publish()
     _split_vote(ledger, task)
-    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 2) + TERMS.timeout_blocks + 1)
+    ledger.mine_until(ledger.view("book", "lastConfirmOf", task, 2) + TERMS.timeout_blocks + 1)
     ledger.send("stranger", "book", "close", task)
     arguments = (task, 0, bytes(32), 0, 0, ())
     assert ledger.error("verifier", "court", "voteSettlement", *arguments) == ("TaskIsClosed", task)

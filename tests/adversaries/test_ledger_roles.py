@@ -45,7 +45,7 @@ def _audit_open(ledger: EvmLedger, task: bytes) -> tuple[Any, ...]:
 
 
 def _epoch_over(ledger: EvmLedger, task: bytes) -> tuple[Any, ...]:
-    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 0) + 1)
+    ledger.mine_until(ledger.view("book", "lastConfirmOf", task, 0) + 1)
     return task, 0, HASH, 0, 0, ()
 
 

@@ -102,7 +102,7 @@ def test_s4_leaving_does_not_free_a_stake_that_can_still_be_slashed(ledger: EvmL
     third = ledger.publish(100_000, num_epochs=50)
     ledger.commit(first, 0)
     ledger.send("node", "book", "leave", first)
-    until = ledger.view("book", "lastRevealOf", first, 0) + 2 * TERMS.challenge_blocks
+    until = ledger.view("book", "lastConfirmOf", first, 0) + 2 * TERMS.challenge_blocks
     ledger.mine_until(until)
     assert ledger.view("book", "reservedOf", node) == 3_200
     assert ledger.error("node", "book", "join", third, 4) == ("ReservedAboveStake", 4_800, 4 * STAKE)

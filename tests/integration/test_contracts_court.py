@@ -55,7 +55,7 @@ def _pending(ledger: EvmLedger, task: bytes, **rest: object) -> int:
 def test_settlement_is_pending_with_two_thirds_of_the_stake(ledger: EvmLedger, task: bytes) -> None:
     """40 % is not enough, 70 % is."""
     node, node2 = sorted((ledger.address("node"), ledger.address("node2")))
-    last = ledger.view("book", "lastRevealOf", task, 0)
+    last = ledger.view("book", "lastConfirmOf", task, 0)
     arguments = settlement(task, 0, {node: 100}, burned=3, slashed=(node, node2))
     ledger.mine_until(last)
     assert ledger.error("verifier", "court", "voteSettlement", *arguments) == ("TooEarly", last, last + 1)
@@ -83,17 +83,18 @@ def test_votes_for_different_settlements_do_not_add_up(ledger: EvmLedger, task: 
 def test_exactly_two_thirds_are_enough(ledger: EvmLedger, task: bytes) -> None:
     """With 3 : 3 : 3, two verifiers have exactly two thirds; when the third bonds one unit more, they have not."""
     ledger.send("verifier", "registry", "startUnbond", STAKE)
+    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 0) + 1)
+    ledger.send("verifier", "registry", "addStake", 1)  # counts for epoch 1 only
     ledger.vote(task, 0, {}, voters=["verifier2", "verifier3"])
     assert ledger.view("court", "isPending", task)
     ledger.finalize(task, 0)
-    ledger.send("verifier", "registry", "addStake", 1)
     ledger.vote(task, 1, {}, voters=["verifier2", "verifier3"])
     assert not ledger.view("court", "isPending", task)
 
 
 def test_vote_settlement_refuses(ledger: EvmLedger, task: bytes) -> None:
     node, node2 = sorted((ledger.address("node"), ledger.address("node2")))
-    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 0) + 1)
+    ledger.mine_until(ledger.view("book", "lastConfirmOf", task, 0) + 1)
 
     def error(who: str = "verifier", **changes: object) -> tuple[object, ...]:
         named = {"task": task, "epoch": 0, "root": UNKNOWN, "paid": 0, "burned": 0, "slashed": ()} | changes
@@ -119,7 +120,7 @@ def test_vote_settlement_refuses(ledger: EvmLedger, task: bytes) -> None:
 
 def test_settled_totals_only_grow(ledger: EvmLedger, task: bytes) -> None:
     ledger.settle(task, 0, {ledger.address("node"): 100}, burned=10)
-    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 1) + 1)
+    ledger.mine_until(ledger.view("book", "lastConfirmOf", task, 1) + 1)
     for paid, burned in ((99, 10), (100, 9)):
         error = ledger.error("verifier", "court", "voteSettlement", task, 1, UNKNOWN, paid, burned, ())
         assert error == ("TotalsShrink", paid, burned, 100, 10)
@@ -129,7 +130,7 @@ def test_settled_totals_only_grow(ledger: EvmLedger, task: bytes) -> None:
 def test_epochs_that_do_not_exist_are_not_settled(ledger: EvmLedger) -> None:
     task = ledger.publish(1_000)
     ledger.settle(task, 0, {})
-    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 1) + 1)
+    ledger.mine_until(ledger.view("book", "lastConfirmOf", task, 1) + 1)
     error = ledger.error("verifier", "court", "voteSettlement", task, 1, bytes(32), 0, 0, ())
     assert error == ("PastTheEnd", 1, 1)
 

@@ -105,7 +105,7 @@ def test_publish_refuses(ledger: EvmLedger) -> None:
 @pytest.mark.parametrize("field", ["round_blocks", "commit_blocks", "verdict_reveal_blocks", "challenge_blocks"])
 def test_publish_wants_stake_to_outlast_settlement(ledger: EvmLedger, field: str) -> None:
     """S2: the test's terms take exactly the registry's unbonding time; a block more anywhere is refused."""
-    more = {"round_blocks": 2, "challenge_blocks": 2}.get(field, 1)
+    more = {"round_blocks": 2, "verdict_reveal_blocks": 2, "challenge_blocks": 2}.get(field, 1)
     terms = ledger.terms(**{field: getattr(TERMS, field) + 1})
     error = ledger.error("initiator", "book", "publish", terms, SPEC, DEPOSIT)
     assert error == ("UnbondingTooShort", UNBOND_BLOCKS, UNBOND_BLOCKS + more)
@@ -192,7 +192,7 @@ def test_leaves_above_the_settled_total_are_not_paid(ledger: EvmLedger, task: by
     """Even a settlement that lies about its sum cannot touch money that was not settled."""
     node, node2 = ledger.address("node"), ledger.address("node2")
     earnings = {node: 100, node2: 100}
-    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 0) + 1)
+    ledger.mine_until(ledger.view("book", "lastConfirmOf", task, 0) + 1)
     root = settlement(task, 0, earnings)[2]
     for voter in ("verifier", "verifier2"):
         ledger.send(voter, "court", "voteSettlement", task, 0, root, 150, 0, ())
@@ -250,7 +250,7 @@ def test_close_without_settlement_burns_what_was_never_judged(ledger: EvmLedger)
     ledger.send("node", "book", "join", task, 3)
     ledger.commit(task, 0, leaves=3)
     ledger.send("relay", "book", "receipt", task, 0, (ledger.address("node"),))
-    timeout = ledger.view("book", "lastRevealOf", task, 1) + TERMS.timeout_blocks
+    timeout = ledger.view("book", "lastConfirmOf", task, 1) + TERMS.timeout_blocks
     ledger.mine_until(timeout)
     assert ledger.error("initiator", "book", "close", task) == ("NotClosable", 0, 2, timeout)
     ledger.mine_until(timeout + 1)
@@ -268,7 +268,7 @@ def test_settling_an_epoch_clears_its_pending_pay(ledger: EvmLedger) -> None:
     ledger.settle(task, 0, {ledger.address("node"): 300})
     assert ledger.view("book", "pendingPayOf", task, 0) == 0
     assert ledger.view("book", "pendingPayOf", task, 1) == 300
-    ledger.mine_until(ledger.view("book", "lastRevealOf", task, 1) + TERMS.timeout_blocks + 1)
+    ledger.mine_until(ledger.view("book", "lastConfirmOf", task, 1) + TERMS.timeout_blocks + 1)
     assert ledger.send("stranger", "book", "close", task) == [TaskClosed(task, 1_400, 300)]
 
 

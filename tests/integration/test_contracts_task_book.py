@@ -42,7 +42,9 @@ def test_round_times_follow_the_terms(ledger: EvmLedger, task: bytes) -> None:
     assert ledger.times(task, 0) == (start, start + 6, start + 10, start + 11, start + 14, start + 16)
     assert ledger.times(task, 5)[0] == start + 20
     assert ledger.error("stranger", "book", "openRound", task, 6) == ("PastTheEnd", 6, 6)
+    assert ledger.view("book", "openRound", task, 0)[6:] == (start + 18, start + 21)
     assert ledger.view("book", "lastRevealOf", task, 0) == start + 4 + 16
+    assert ledger.view("book", "lastConfirmOf", task, 0) == start + 4 + 21
     assert ledger.view("book", "termsOf", task) == ledger.terms()
 
 

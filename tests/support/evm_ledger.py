@@ -72,8 +72,8 @@ TERMS = Terms(
     base_policy=b"\x01" * 32,
     base_manifest=b"\x02" * 32,
 )
-#: The shortest unbonding time that `TERMS` allow: one epoch (8), deadlines (16), two challenge windows (8).
-UNBOND_BLOCKS = 32
+#: The shortest unbonding time that `TERMS` allow: one epoch (8), deadlines (21), two challenge windows (8).
+UNBOND_BLOCKS = 37
 DEPOSIT = 3_500
 SPEC = b"a task"
 
@@ -96,7 +96,7 @@ class EvmLedger:
         self.contracts: dict[str, tuple[str, bytes]] = {}
         self.token = token
         self.codec = Codec(
-            [load_artifact(n) for n in (token, "Beacons", "StakeRegistry", "Court", "TaskBook", "test/Reenterer")]
+            [load_artifact(n) for n in (token, "Beacons", "StakeRegistry", "Court", "TaskBook", "Canaries", "test/Reenterer")]
         )
         for nonce in range(first_nonce):
             self.create(f"spare{nonce}", "Beacons")
@@ -106,6 +106,7 @@ class EvmLedger:
         self.create("registry", "StakeRegistry", self.address("token"), UNBOND_BLOCKS, court)
         self.create("court", "Court", self.address("registry"), book)
         self.create("book", "TaskBook", *(self.address(n) for n in ("token", "registry", "beacons", "court")))
+        self.create("canaries", "Canaries", self.address("registry"), self.address("book"))
         assert (self.address("court"), self.address("book")) == (court, book)
         for name in NAMES[1:]:
             self.fund(name)
@@ -125,7 +126,7 @@ class EvmLedger:
         """Mint tokens to an account and let the contracts take them."""
         self.send("deployer", "token", "mint", self.address(who), amount)
         if isinstance(who, str) and who in self.accounts:
-            for spender in ("registry", "court", "book"):
+            for spender in ("registry", "court", "book", "canaries"):
                 self.send(who, "token", "approve", self.address(spender), 2**256 - 1)
 
     def address(self, who: str | bytes) -> bytes:
@@ -237,8 +238,8 @@ class EvmLedger:
         slashed: Sequence[bytes] = (),
         voters: Sequence[str] = VERIFIERS[:2],
     ) -> None:
-        """Vote for a settlement, as soon as the epoch's last reveal deadline is over."""
-        self.mine_until(max(self.block, self.view("book", "lastRevealOf", task, epoch) + 1))
+        """Vote for a settlement, as soon as everything about the epoch is said."""
+        self.mine_until(max(self.block, self.view("book", "lastConfirmOf", task, epoch) + 1))
         for voter in voters:
             arguments = settlement(task, epoch, earnings, burned=burned, slashed=slashed)
             self.send(voter, "court", "voteSettlement", *arguments)

@@ -124,7 +124,7 @@ class Books:
         evidence: Mapping[str, int] | None = None,
     ) -> None:
         """Have the committee (or these verifiers) reveal status, groups and tokens of nodes, with this evidence (0 where
-        none is given), and let the reveals be over."""
+        none is given), and let the openings be over."""
         times = get_times(self.task, index)
         rows = []
         for name, (status, groups, tokens) in verdicts.items():
@@ -134,7 +134,7 @@ class Books:
         for verifier in committee if verifiers is None else [make_account(name) for name in verifiers]:
             revealed = events.VerdictRevealed(TASK, index, verifier, pack_rows(rows), bytes(32))
             self.emit(revealed, times.verdict_reveal_deadline)
-        self.state.block_number = max(self.state.block_number, times.verdict_reveal_deadline + 1)
+        self.state.block_number = max(self.state.block_number, times.opening_deadline + 1)
 
     def play(
         self, index: int, verdicts: Mapping[str, tuple[Status, int, int]], evidence: Mapping[str, int] | None = None

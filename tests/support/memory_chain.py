@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from protocol.canaries import compute_seal
 from protocol.codec import tagged_hash
 from protocol.ledger import calls, events
 from protocol.ledger.state import ATTESTATIONS_NEEDED, LedgerState, Task, apply
@@ -49,6 +50,8 @@ class MemoryChain:
         self._tallies: dict[tuple[bytes, int, int], dict[bytes, tuple[bytes, int]]] = {}
         self._upheld: dict[tuple[bytes, int, int], dict[bytes, tuple[bool, int]]] = {}
         self._attempts: dict[tuple[bytes, int], int] = {}
+        self._seals: dict[bytes, tuple[int, int] | None] = {}  # bond and block; None: opened
+        self._opened: dict[tuple[bytes, int, bytes], set[bytes]] = {}
 
     @property
     def block_number(self) -> int:
@@ -261,6 +264,42 @@ class MemoryChain:
         )
         _require(task.verdict_commits.get(call.round, {}).get(sender) == opened, "CommitmentMismatch()")
         return [events.VerdictRevealed(call.task, call.round, sender, call.rows, call.report)]
+
+    # Canaries
+
+    def _SealCanary(self, sender: bytes, call: calls.SealCanary) -> list[events.Event]:
+        _require(call.seal_hash not in self._seals, f"SealTaken({call.seal_hash.hex()})")
+        self._seals[call.seal_hash] = (call.bond, self.block_number)
+        return [events.CanarySealed(call.seal_hash, sender, call.bond)]
+
+    def _OpenCanary(self, sender: bytes, call: calls.OpenCanary) -> list[events.Event]:
+        task, times = self._task(call.task), get_times(self._task(call.task), call.round)
+        _require(call.round < get_end_round(task), f"PastTheEnd({call.round})")
+        self._after(times.verdict_reveal_deadline, "TooEarly")
+        self._before(times.opening_deadline, "TooLate")
+        sealed = compute_seal(task=call.task, round_index=call.round, node=sender, salt=call.salt)
+        _require(self._seals.get(sealed) is not None, f"NothingSealed({sealed.hex()})")
+        bond, block = self._seals[sealed]
+        _require(block < times.audit_block, f"SealedTooLate({block}, {times.audit_block})")
+        self._seals[sealed] = None
+        opened = (call.task, call.round, sender)
+        if opened in self._opened:
+            return []
+        self._opened[opened] = set()
+        return [events.CanaryOpened(call.task, call.round, sender, block, bond)]
+
+    def _ConfirmCanary(self, sender: bytes, call: calls.ConfirmCanary) -> list[events.Event]:
+        task, times = self._task(call.task), get_times(self._task(call.task), call.round)
+        self._before(times.confirm_deadline, "TooLate")
+        voters = self._opened.get((call.task, call.round, call.node))
+        _require(voters is not None, f"NotOpened({call.node.hex()})")
+        self._verifier(sender, task)
+        assert voters is not None
+        _require(sender not in voters, f"AlreadyConfirmed({sender.hex()})")
+        voters.add(sender)
+        return [events.CanaryVoted(call.task, call.round, call.node, sender, call.defective)]
+
+    # Court: settlements
 
     def _verifier_stake(self) -> int:
         return sum(p.bonded for p in self.state.participants.values() if p.role == events.Role.VERIFIER)

@@ -72,5 +72,5 @@ def test_stake_stays_slashable_on_the_devnet_until_an_epoch_of_the_plan_is_settl
         write_task(make_plan(0, 3, "", 0.0), base_policy="ab" * 32, base_manifest="cd" * 32, trainer="0x" + "ef" * 20)
     )
     schedule = load_task_file(path, token=bytes(20), content_hash=lambda entry, args: bytes(32))[0].schedule
-    judged = compute_round_times(schedule, 0, schedule.epoch_rounds).verdict_reveal_deadline
+    judged = compute_round_times(schedule, 0, schedule.epoch_rounds).confirm_deadline
     assert judged + 2 * MINIMAL.schedule.challenge_blocks < UNBOND_BLOCKS

@@ -61,11 +61,11 @@ def test_the_task_file_is_valid_and_pays_for_all_its_epochs(tmp_path):
 def test_deadlines_leave_room_for_the_next_round_and_for_slashing(tmp_path):
     schedule = load(make_plan(0, 45.0).fit(50.0), tmp_path)[0].schedule
     times = compute_round_times(schedule, 0, 0)
-    # The committee of a round has spoken before the next one's work is audited, so probation ends after one round.
-    assert times.verdict_reveal_deadline < compute_round_times(schedule, 0, 1).audit_block
-    judged = compute_round_times(schedule, 0, schedule.epoch_rounds).verdict_reveal_deadline
+    # The openings of a round are over before the next one's work is audited, so probation ends after one round.
+    assert times.opening_deadline < compute_round_times(schedule, 0, 1).audit_block
+    judged = compute_round_times(schedule, 0, schedule.epoch_rounds).confirm_deadline
     assert judged + 2 * MINIMAL.schedule.challenge_blocks < UNBOND_BLOCKS
-    settled = times.verdict_reveal_deadline - times.receipt_deadline + 2 * schedule.challenge_blocks
+    settled = times.confirm_deadline - times.receipt_deadline + 2 * schedule.challenge_blocks
     assert settled < smollm.SETTLE_BLOCKS
 
 

@@ -366,7 +366,7 @@ def _judge(world, node, status, reason, evidence=0):
             world.chain.emit(events.VerdictCommitted(world.task_id, 0, account, commitment))
             world.chain.emit(events.VerdictRevealed(world.task_id, 0, account, rows, digest))
             world.blobs.blobs[compute_report_key(world.task_id, 0, account)] = data
-        await node.run_until(times.verdict_reveal_deadline + 1)
+        await node.run_until(times.opening_deadline + 1)
 
     return judge()
 

@@ -50,7 +50,7 @@ def _state(tmp_path, num_nodes: int, status: Status | None, *, epochs: int = 1) 
             rows = pack_rows([Row(a, status, 1, 60_000, 2**32 - 1, 1) for a in nodes])
             for verifier in VERIFIERS:
                 log(times.verdict_reveal_deadline, ev.VerdictRevealed(TASK, round_index, verifier, rows, bytes(32)))
-    state.block_number = get_times(task, 2 * epochs - 1).verdict_reveal_deadline + 1
+    state.block_number = get_times(task, 2 * epochs - 1).confirm_deadline + 1
     return state
 
 

@@ -168,7 +168,7 @@ def test_nothing_delivered_still_leaves_a_quota_of_one(books):
 
 def test_a_confirmed_cheat_is_suspended_from_the_block_in_which_it_is_known(books):
     books.play(0, {"a": (CHEAT, 3, 0), "b": (UNPAID, 3, 0)})
-    deadline = get_times(books.task, 0).verdict_reveal_deadline
+    deadline = get_times(books.task, 0).opening_deadline
     assert not is_suspended(books.state, books.task, make_account("a"), deadline)
     assert is_suspended(books.state, books.task, make_account("a"), deadline + 1)
     assert not is_suspended(books.state, books.task, make_account("b"), deadline + 1)
@@ -218,7 +218,7 @@ def test_an_outcome_needs_two_thirds_of_the_committee(books):
 
 def test_no_outcome_before_the_last_reveal_can_have_come(books):
     books.play(0, {"a": (GOOD, 3, 60)})
-    books.state.block_number = get_times(books.task, 0).verdict_reveal_deadline
+    books.state.block_number = get_times(books.task, 0).opening_deadline
     books.task.outcomes.clear()
     assert get_outcomes(books.state, books.task, 0) == {}
     books.state.block_number += 1
@@ -255,7 +255,7 @@ def test_reasons_and_audit_counts_may_differ_between_verifiers_that_agree(books)
     for name, reason in (("v0", 18), ("v1", 17), ("v2", 19)):
         rows = pack_rows([Row(make_account("a"), CHEAT, reason, 2, 0, reason)])
         books.emit(events.VerdictRevealed(TASK, 0, make_account(name), rows, bytes(32)))
-    books.state.block_number = get_times(books.task, 0).verdict_reveal_deadline + 1
+    books.state.block_number = get_times(books.task, 0).opening_deadline + 1
     outcome = get_outcomes(books.state, books.task, 0)[make_account("a")]
     assert (outcome.row.reason, outcome.row.audited) == (17, 17)
     assert len(outcome.agreed) == len(VERIFIERS)
@@ -271,7 +271,7 @@ def audit_ppm(books, name, index):
 def test_probation_ends_after_enough_good_groups_and_begins_again_after_a_failure():
     books = Books(nodes={"a": 8}, probation_groups=8, audit_ppm=50_000, num_epochs=20)
     books.play(0, {"a": (GOOD, 7, 60)})
-    settled = get_times(books.task, 0).verdict_reveal_deadline
+    settled = get_times(books.task, 0).opening_deadline
     known = next(i for i in range(80) if get_times(books.task, i).audit_block > settled)
     assert audit_ppm(books, "a", known) == PPM
     books.play(known, {"a": (GOOD, 1, 10)})

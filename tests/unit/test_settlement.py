@@ -158,7 +158,7 @@ def test_settling_too_early_is_our_own_fault(books):
 
 def test_a_cancelled_epoch_is_settled_by_its_last_opened_round(books):
     books.emit(events.TaskCancelled(TASK, 2))
-    assert get_epoch_deadline(books.task, 0) == get_times(books.task, 1).verdict_reveal_deadline
+    assert get_epoch_deadline(books.task, 0) == get_times(books.task, 1).confirm_deadline
     books.play(0, {"a": (GOOD, 4, 90)})
     assert make_account("a") in settle(books).earnings
 

@@ -183,7 +183,7 @@ commit_blocks = 14
 receipt_blocks = 5
 finality_blocks = 1
 verdict_commit_blocks = 20
-verdict_reveal_blocks = 5
+verdict_reveal_blocks = 4
 
 [economics]
 audit_ppm = 250_000
