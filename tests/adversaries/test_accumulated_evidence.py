@@ -37,6 +37,8 @@ WIDE = replace(
     near_ties_sequence_max=100,
     share_null_ppm=10_000,
     share_bet_milli=15_000,
+    ties_null_ppm=100,
+    ties_bet_milli=20_000,
 )
 #: Noise on every weight, as a share of the weights' own deviation. int8 is about a hundred times as coarse.
 RATIO = 0.0003
