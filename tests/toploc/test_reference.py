@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+
 import numpy as np
 import pytest
 
 from protocol.toploc import build_proofs, match_proofs, to_bf16_bits
-from tests.toploc.kit import MODULUS_MIN, as_tensor, check, count_tied, reference_build
+from tests.toploc.kit import MODULUS_MIN, as_tensor, check, count_tied, reference_build, reference_verify
+from tests.vectors.toploc_activations import activations, load_cases, perturbed
 
 pytestmark = pytest.mark.toploc
 
@@ -170,3 +173,14 @@ def test_bits_are_the_references_numbers():
     rounded = as_tensor(to_bf16_bits(values)).float().numpy()
     assert np.abs(rounded - values).max() < 0.02
     assert (to_bf16_bits(rounded) == to_bf16_bits(values)).all()
+
+
+@pytest.mark.parametrize("case", load_cases(), ids=lambda case: case["name"])
+def test_vectors_are_the_references(case):
+    """tests/vectors/toploc.json, which the default suite checks ours against, made again by the library itself."""
+    limits = {"topk": case["topk"], "chunk": case["chunk"]}
+    proofs = reference_build(activations(case), **limits)
+    assert [base64.b64encode(proof).decode() for proof in proofs] == case["proofs"]
+    for how, expected in case["verify"].items():
+        found = reference_verify(perturbed(case, how), proofs, **limits)
+        assert [[exponents, round(mean, 4), median] for exponents, mean, median in found] == expected
