@@ -25,8 +25,8 @@ from protocol.rounds import (
     get_audit_ppm,
     get_end_round,
     get_open_round,
-    get_said,
     get_round_policy,
+    get_said,
     get_times,
     is_suspended,
 )
