@@ -84,14 +84,14 @@ def test_joined_lots_keep_their_rollouts_apart():
 
 
 def test_what_is_counted_is_what_the_ledgers_test_counts():
-    observed = make_observed(40, differing=6, miss_every=37)
-    matches = [[ChunkMatch(0, 0, 0.0, 0.0, 128, 6)]] * 40
-    units = compute_evidence(PROFILE_FP32, matches, np.split(observed.gaps, 40))
+    observed = make_observed(20, differing=6, miss_every=37)
+    matches = [[ChunkMatch(0, 0, 0.0, 0.0, 128, 6)]] * 20
+    units = compute_evidence(PROFILE_FP32, matches, np.split(observed.gaps, 20))
     shares = compute_nats(observed.shares, PROFILE_FP32.share_null_ppm / 1e6, PROFILE_FP32.share_bet_milli / 1e3)
     ties = compute_nats((observed.gaps > 0) * 1.0, PROFILE_FP32.ties_null_ppm / 1e6, PROFILE_FP32.ties_bet_milli / 1e3)
     assert units == math.floor(256 * (shares.sum() + ties.sum())) > EVIDENCE_MIN
     delay = estimate_delay(PROFILE_FP32, observed)
-    assert delay == pytest.approx(math.log(2e6) / ((shares.sum() + ties.sum()) / 40))
+    assert delay == pytest.approx(math.log(2e6) / ((shares.sum() + ties.sum()) / 20))
 
 
 def test_single_checks_are_those_of_the_verifier():
