@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import polynomial
-from protocol.errors import Fault
+from protocol.errors import Fault, Reason, Reject
 from protocol.kernels import Kernels
 from protocol.kernels import toploc as compiled
 from protocol.polynomial import PRIME, commit, compare, evaluate, find_top
-from protocol.toploc import build_proofs, match_proofs
+from protocol.toploc import build_proofs, match_proofs, validate_format
 
 
 class _Always:
@@ -158,3 +158,42 @@ def test_kernels_are_loaded_for_large_calls_and_after_enough_small_ones():
     many = Kernels()
     asked = [many.get("toploc", cost_ns=250_000_000, large=False) for _ in range(5)]
     assert asked == [None, None, None, compiled, compiled]
+
+
+@given(
+    st.lists(st.binary(max_size=40) | st.binary(min_size=18, max_size=18), max_size=5),
+    st.integers(1, 7),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_compared_or_rejected(proofs, tokens, modulus_min):
+    """What the parser takes can be compared; what it refuses is a rejection of the form, alike one by one and together."""
+    bits = _bits(np.random.default_rng(tokens), (tokens, 16), 0)
+    limits = {"topk": 8, "chunk": 2, "modulus_min": modulus_min}
+    lowest, count = max(modulus_min, 32769), -(-tokens // 2)
+    words = [[int.from_bytes(proof[i : i + 2], "big") for i in range(0, len(proof), 2)] for proof in proofs]
+    valid = len(proofs) == count and all(
+        len(proof) == 18 and lowest <= word[0] <= PRIME and max(word[1:]) < PRIME
+        for proof, word in zip(proofs, words, strict=True)
+    )
+    if valid:
+        [matches] = match_proofs([bits], [proofs], **limits)
+        assert len(matches) == count
+        return
+    for check in (
+        lambda: match_proofs([bits], [proofs], **limits),
+        lambda: validate_format(proofs, num_tokens=tokens, hidden=16, **limits),
+    ):
+        with pytest.raises(Reject) as caught:
+            check()
+        assert caught.value.reason is Reason.COMMITMENT_FORMAT
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(32769, PRIME), st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_well_formed_bytes_are_compared(coefficients, modulus, seed):
+    words = [min(int.from_bytes(coefficients[i : i + 2], "big"), PRIME - 1) for i in range(0, 16, 2)]
+    proof = b"".join(word.to_bytes(2, "big") for word in (modulus, *words))
+    bits = _bits(np.random.default_rng(seed), (2, 16), 0)
+    array, fast = _both(lambda: match_proofs([bits], [[proof]], topk=8, chunk=2, modulus_min=32769))
+    assert array == fast
