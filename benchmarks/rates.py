@@ -30,7 +30,9 @@ from troth.calibrate.statistics import Observed
 GROUPS, AUDIT_SHARE = 8, 0.05
 SUBMISSION = GROUPS * GROUP_SIZE
 #: Simulated nodes, and the rounds after which one counts as never found.
-TRIALS, ROUNDS_MAX = 40, 2_000
+TRIALS, ROUNDS_MAX = 20, 1_000
+#: Rounds after which nodes whose evidence shrinks on average are given up.
+HOPELESS = 100
 
 
 class Verdicts(NamedTuple):
@@ -166,7 +168,8 @@ def simulate_rounds(verdicts: Verdicts, *, audit_share: float, seed: int) -> dic
                 alarm = number if is_alarm(trial) else alarm
             if first <= number and alarm <= number:
                 break
-            if number == 200 and verdicts.group_nats.mean() <= 0 and not verdicts.is_group_refused.any():
+            is_settled = first <= number or not verdicts.is_group_refused.any()
+            if is_settled and number >= HOPELESS and verdicts.group_nats.mean() <= 0:
                 break
         refused.append(first)
         alarms.append(alarm)

@@ -13,12 +13,13 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from attacks import GROUP_SIZE, Attack, World, make_attacks
-from rates import GROUPS, SUBMISSION, bound, judge, make_spec, summarise
+from rates import GROUPS, SUBMISSION, Verdicts, bound, judge, make_spec, summarise
 
 import environments
 from protocol.presets import PROFILE_FP32
@@ -26,23 +27,26 @@ from protocol.task import Environment, ProofProfile
 from troth.calibrate.alternatives import ALTERNATIVES
 from troth.calibrate.files import load_profile
 from troth.calibrate.measure import Made, make_rollouts, score_rollouts
-from troth.calibrate.pairs import Prefill, make_pairs
+from troth.calibrate.pairs import Maker, Prefill, make_pairs, select_pairs
 
 
-def measure_attack(world: World, attack: Attack) -> dict[str, Any]:
-    """What the judge makes of an attack."""
+def judge_attack(world: World, attack: Attack) -> Verdicts:
+    """What the judge makes of an attack, after a prefill as a verifier does it."""
     prefill = Prefill(64, "sdpa", world.profile.dtype, 1)
     observed = score_rollouts(world.folder, prefill, world.requests, attack.made, world.terms)
-    verdicts = judge(make_spec(world.profile, world.max_tokens), attack.made, observed, attack.is_forged)
-    return {"row": attack.row, "name": attack.name, **summarise(verdicts, world.seed)}
+    return judge(make_spec(world.profile, world.max_tokens), attack.made, observed, attack.is_forged)
 
 
-def measure_honest(world: World, count: int) -> list[dict[str, Any]]:
-    """Honest rollouts that are refused, by engine pair; the first `count` of the world's assignments are made."""
-    pairs = [pair for pair in make_pairs(world.profile.dtype, 1, with_vllm=False) if pair.is_accepted]
+def measure_honest(world: World, count: int, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Honest rollouts that are refused, by engine pair (all accepted ones, or those named).
+
+    Args:
+        count: of each pair; the first so many of the world's assignments are made.
+    """
+    known = [pair for pair in make_pairs(world.profile.dtype, 1, with_vllm=False) if pair.is_accepted]
     requests, spec, found = world.requests[:count], make_spec(world.profile, world.max_tokens), []
-    made_by: dict[Any, Made] = {}
-    for pair in pairs:
+    made_by: dict[Maker, Made] = {}
+    for pair in select_pairs(known, names):
         if pair.maker not in made_by:
             made_by[pair.maker] = make_rollouts(world.folder, pair.maker, requests, world.terms)
         made = made_by[pair.maker]
@@ -86,7 +90,9 @@ def measure(options: argparse.Namespace, profile: ProofProfile) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="troth-roc-") as work:
         names = options.alternatives.split(",") if options.alternatives else None
         for attack in make_attacks(world, Path(work), names):
-            attacks.append(measure_attack(world, attack))
+            attacks.append(
+                {"row": attack.row, "name": attack.name, **summarise(judge_attack(world, attack), world.seed)}
+            )
             tell(f"{attack.row} {attack.name}: {attacks[-1]['rollouts']}, submissions {attacks[-1]['submissions']}")
     total, refused = sum(one["n"] for one in honest), sum(one["refused"] for one in honest)
     return {
