@@ -65,7 +65,7 @@ def test_a_shipped_profile_says_what_it_rests_on(name):
 
 
 def test_honest_work_on_the_small_models_was_measured_often_enough():
-    for name in ("torch-fp32", "3m-fp32", "3m-bf16"):
+    for name in ("torch-fp32", "3m-fp32"):
         assert read_profile(SHIPPED[name]).measured["rows"] >= 30_000
 
 
@@ -144,3 +144,10 @@ def test_a_role_refuses_a_task_of_another_dtype(tmp_path):
     require_dtype(spec, ComputeSettings())
     with pytest.raises(ConfigError, match=r"set compute\.dtype = 'float32'"):
         require_dtype(spec, ComputeSettings(dtype="bfloat16"))
+
+
+def test_the_documents_tables_are_those_of_the_files():
+    text = (SHIPPED["torch-fp32"].parents[2] / "docs" / "calibration.md").read_text()
+    assert text.endswith(format_tables([read_profile(path) for path in SHIPPED.values()]))
+    for name in SHIPPED:
+        assert f"calibration/{name}.svg" in text
