@@ -27,7 +27,7 @@ from protocol.task import Environment, ProofProfile
 from troth.calibrate.alternatives import ALTERNATIVES
 from troth.calibrate.files import load_profile
 from troth.calibrate.measure import Made, make_rollouts, score_rollouts
-from troth.calibrate.pairs import Maker, Prefill, make_pairs, select_pairs
+from troth.calibrate.pairs import Maker, Prefill, count_rollouts, make_pairs, select_pairs
 
 
 def judge_attack(world: World, attack: Attack) -> Verdicts:
@@ -41,30 +41,32 @@ def measure_honest(world: World, count: int, names: Sequence[str] = ()) -> list[
     """Honest rollouts that are refused, by engine pair (all accepted ones, or those named).
 
     Args:
-        count: of each pair; the first so many of the world's assignments are made.
+        count: of each pair, less of those that are slow (troth.calibrate.pairs); the world's first assignments are made.
     """
     known = [pair for pair in make_pairs(world.profile.dtype, 1, with_vllm=False) if pair.is_accepted]
-    requests, spec, found = world.requests[:count], make_spec(world.profile, world.max_tokens), []
+    spec, found = make_spec(world.profile, world.max_tokens), []
     made_by: dict[Maker, Made] = {}
     for pair in select_pairs(known, names):
+        number = count_rollouts(pair.maker, count) // GROUP_SIZE * GROUP_SIZE
+        requests = world.requests[:number]
         if pair.maker not in made_by:
             made_by[pair.maker] = make_rollouts(world.folder, pair.maker, requests, world.terms)
         made = made_by[pair.maker]
         observed = score_rollouts(world.folder, pair.prefill, requests, made, world.terms)
-        verdicts = judge(spec, made, observed, np.ones(count, dtype=np.bool_))
+        verdicts = judge(spec, made, observed, np.ones(number, dtype=np.bool_))
         refused = int((~verdicts.rollouts).sum())
         found.append(
             {
                 "pair": pair.name,
-                "n": count,
+                "n": number,
                 "refused": refused,
-                "upper": round(bound(refused, count), 6),
+                "upper": round(bound(refused, number), 6),
                 "submissions": len(verdicts.submissions),
                 "submissions_refused": int((~verdicts.submissions).sum()),
                 "nats_per_group": round(float(verdicts.group_nats.mean()) / 256, 3),
             }
         )
-        tell(f"honest {pair.name}: {refused} of {count} refused")
+        tell(f"honest {pair.name}: {refused} of {number} refused")
     return found
 
 
@@ -81,15 +83,13 @@ def measure(options: argparse.Namespace, profile: ProofProfile) -> dict[str, Any
             options.environment, options.args, environments.content_hash(options.environment, options.args)
         )
         environment = environments.load(spec, [options.model])
-    tell(f"making {options.rollouts} honest rollouts")
-    world = World(
-        options.model, profile, environment, options.rollouts, options.tokens, options.temperature, options.seed
-    )
+    count = options.rollouts or options.honest
+    world = World(options.model, profile, environment, count, options.tokens, options.temperature, options.seed)
     honest = measure_honest(world, options.honest) if options.honest else []
     attacks = []
     with tempfile.TemporaryDirectory(prefix="troth-roc-") as work:
         names = options.alternatives.split(",") if options.alternatives else None
-        for attack in make_attacks(world, Path(work), names):
+        for attack in make_attacks(world, Path(work), names) if options.rollouts else ():
             attacks.append(
                 {"row": attack.row, "name": attack.name, **summarise(judge_attack(world, attack), world.seed)}
             )
@@ -141,8 +141,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="policy folder")
-    parser.add_argument("--rollouts", type=int, default=3_200, help="of every attack; rounded up to whole submissions")
-    parser.add_argument("--honest", type=int, default=3_456, help="of every engine pair, likewise; 0 for none")
+    parser.add_argument("--rollouts", type=int, default=3_200, help="of every attack, in whole submissions; 0 for none")
+    parser.add_argument("--honest", type=int, default=4_608, help="of every engine pair, likewise")
     parser.add_argument("--alternatives", default="", help=f"other policies, all when empty: {','.join(ALTERNATIVES)}")
     parser.add_argument("--environment", default="", help="of the prompts; random tokens when empty")
     parser.add_argument("--args", default="{}", help="its arguments, a JSON object")
@@ -155,12 +155,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.model.is_dir():
         parser.error(f"{options.model} is no policy folder")
-    for name in ("rollouts", "honest"):
-        value = getattr(options, name)
-        if value < 0 or (name == "rollouts" and not value):
-            parser.error(f"--{name} is {value}, expected at least {SUBMISSION if name == 'rollouts' else 0}")
-        setattr(options, name, -(-value // SUBMISSION) * SUBMISSION)
-    options.rollouts = max(options.rollouts, options.honest)
+    options.rollouts, options.honest = (
+        -(-value // SUBMISSION) * SUBMISSION for value in (options.rollouts, options.honest)
+    )
+    if min(options.rollouts, options.honest) < 0 or not options.rollouts + options.honest:
+        parser.error("--rollouts and --honest must not be negative, nor both 0")
+    if options.rollouts:
+        options.rollouts = max(options.rollouts, options.honest)
     return options
 
 
