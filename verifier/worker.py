@@ -27,6 +27,7 @@ from protocol.ports import BlobStore, Ledger, PolicyStore
 from protocol.rounds import get_committee, get_end_round, get_round_policy, get_times
 from protocol.verdict import Status, compute_verdict_commitment, pack_rows
 from verifier.attester import Attester
+from verifier.canary_voter import CanaryVoter
 from verifier.isolated_judge import RoundJudge, Verdict
 from verifier.journal import Journal, VerdictRecord
 from verifier.judge import Judgement, get_submissions
@@ -70,6 +71,7 @@ class VerifierWorker:
         self._journal = Journal(directory / f"verdicts-{task.hex()[:16]}")
         self._attester = Attester(ledger=ledger, policies=policies, events=events)
         self._settler = Settler(ledger=ledger, events=events)
+        self._voter = CanaryVoter(ledger=ledger, judge=judge, policies=policies, blobs=blobs, events=events)
         self._bundles: dict[int, dict[bytes, bytes]] = {}
         self._folders: dict[int, Path] = {}
         self._jobs: dict[tuple[object, ...], asyncio.Task[None]] = {}
@@ -95,6 +97,7 @@ class VerifierWorker:
         for round_index in self._active_rounds(task):
             if await self._judge(task, round_index):
                 break
+        self._vote_canaries(task)
         await self._settler.step(task)
         self._forget(task)
 
@@ -283,6 +286,18 @@ class VerifierWorker:
             self._events("unjudged", {"round": round_index, "account": one.account, "text": one.text})
         for finding in judgement.findings:
             self._events("rejected", {"round": round_index, "account": finding.account, "text": finding.text})
+
+    def _vote_canaries(self, task: Task) -> None:
+        """Fetch and judge opened canaries that we were not drawn for, one at a time and after everything else."""
+        for opened in self._voter.find_due(task):
+            name = ("canary", *opened)
+            if not self._voter.is_fetched(opened):
+                if name not in self._jobs:
+                    self._jobs[name] = asyncio.create_task(self._voter.fetch(task, opened))
+            elif ("judge",) not in self._jobs:
+                deadline = get_times(task, opened[0]).confirm_deadline
+                seconds = self._estimate_seconds(deadline - PATIENCE_BLOCKS)
+                self._jobs["judge",] = asyncio.create_task(self._voter.vote(task, opened, seconds))
 
     # Revealing
 

@@ -28,7 +28,7 @@ def make_books(**changes: object) -> Books:
 def play(
     books: Books, index: int, said: dict[int, tuple[Status, int]], *, bond: int | None = BOND, votes: str = ""
 ) -> None:
-    """One round of node `a`: committee member i says `said[i]`; opened with `bond` unless None; `votes` of fresh ones, y or n."""
+    """One round of node `a`: committee member i says `said[i]`; opened with `bond` unless None; fresh ones vote y or n."""
     books.open(index)
     books.submit(index, "a", 4)
     books.close(index)
