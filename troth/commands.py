@@ -384,3 +384,21 @@ async def explain(settings: RoleSettings, rollout: str) -> list[dict[str, Any]]:
     parse_rollout(rollout)  # a mistyped name is told before anything is fetched
     async with reading(settings) as ledger:
         return await explain_rollout(settings, ledger, rollout)
+
+
+async def replay(
+    settings: RoleSettings, rollout: str, *, case: Path | None, save: Path | None, link: bool, compare: bool
+) -> dict[str, Any]:
+    """Do a verdict again: of a rollout from public data, or of a case from its own files."""
+    from troth.explain import parse_rollout
+    from troth.replay import compare_facts, read_events, replay_case, replay_rollout
+
+    if case is not None:
+        opened, shown = await replay_case(settings, case)
+        if compare:
+            async with reading(settings) as ledger:
+                compare_facts(opened, ledger, await read_events(ledger, settings))
+        return shown
+    parse_rollout(rollout)  # a mistyped name is told before anything is fetched
+    async with reading(settings) as ledger:
+        return await replay_rollout(settings, ledger, rollout, save=save, link=link)

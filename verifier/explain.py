@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.checks import (
     Assignment,
@@ -22,12 +23,13 @@ from protocol.checks import (
     validate_quota,
     validate_tokens,
 )
+from protocol.episodes import compute_sampled
 from protocol.errors import Fault, Ignore, Reject
 from protocol.ledger.state import LedgerState, Task
-from protocol.messages import Bundle, Group, compute_bundle_bytes_max
-from protocol.ports import Environment, Scorer
+from protocol.messages import Bundle, Group, Sample, compute_bundle_bytes_max
+from protocol.ports import Environment, Scored, Scorer
 from protocol.rounds import get_audited, get_committee, get_outcomes
-from protocol.toploc import match_proofs, validate_format
+from protocol.toploc import ChunkMatch, match_proofs, validate_format
 from protocol.verdict import Status
 from verifier.evidence import open_served
 
@@ -40,6 +42,21 @@ class Check(NamedTuple):
     observed: str
     limit: str
     text: str = ""
+
+
+class Numbers(NamedTuple):
+    """What the prefill of a rollout gave.
+
+    Attributes:
+        sampled: int64 [sampled], positions in the completion.
+        tokens: the completion.
+        matches: one a chunk of sampled tokens.
+    """
+
+    sampled: NDArray[np.int64]
+    tokens: tuple[int, ...]
+    scored: Scored
+    matches: tuple[ChunkMatch, ...]
 
 
 class Rollout(NamedTuple):
@@ -62,12 +79,14 @@ def explain(
     hidden: int,
     chain_id: int,
     ledger: bytes,
+    observe: Callable[[Numbers], None] = lambda numbers: None,
 ) -> Iterator[Check]:
     """Yield checks in the order of docs/protocol.md.
 
     Args:
         data: the sealed bundle, None when no relay has it.
         scorer: has the round's policy loaded; `hidden` is its hidden size.
+        observe: told every number of the prefill, once there are any.
 
     Raises:
         Fault: when our own numbers or environment fail.
@@ -100,8 +119,16 @@ def explain(
         return
     yield Check("envelope", True, f"root {commitment.root.hex()[:16]}, signed", "schema, signature, root, policy")
     yield _checked("quota", lambda: validate_quota(assignment, bundle), len(bundle.groups), assignment.quota)
-    yield from _explain_group(state, task, rollout, bundle, assignment, environment, scorer, hidden)
+    yield from _explain_group(state, task, rollout, bundle, assignment, environment, scorer, hidden, observe)
     yield from _explain_verdicts(state, task, rollout)
+
+
+def _count_sampled(task: Task, environment: Environment, group: Group, sample: Sample) -> int:
+    """Sampled tokens of a completion; all of a malformed one, which another check refuses."""
+    try:
+        return len(compute_sampled(task.spec, environment, group.prompt_index, sample.tokens))
+    except (Reject, IndexError):
+        return len(sample.tokens)
 
 
 def _failed(name: str, error: Reject) -> Check:
@@ -126,6 +153,7 @@ def _explain_group(
     environment: Environment,
     scorer: Scorer,
     hidden: int,
+    observe: Callable[[Numbers], None],
 ) -> Iterator[Check]:
     spec, slot = task.spec, rollout.slot
     if slot >= len(bundle.groups) or rollout.sample >= len(bundle.groups[slot].samples):
@@ -143,7 +171,7 @@ def _explain_group(
         "commitment format",
         lambda: validate_format(
             sample.proofs,
-            num_tokens=len(sample.tokens),
+            num_tokens=_count_sampled(task, environment, group, sample),
             hidden=hidden,
             topk=spec.profile.topk,
             chunk=spec.profile.chunk,
@@ -158,11 +186,17 @@ def _explain_group(
     yield Check(
         "audit lottery", None, f"slots {list(drawn)}", f"slot {slot}", "drawn" if slot in drawn else "not drawn"
     )
-    yield from _explain_numbers(task, rollout, group, assignment, environment, scorer)
+    yield from _explain_numbers(task, rollout, group, assignment, environment, scorer, observe)
 
 
 def _explain_numbers(
-    task: Task, rollout: Rollout, group: Group, assignment: Assignment, environment: Environment, scorer: Scorer
+    task: Task,
+    rollout: Rollout,
+    group: Group,
+    assignment: Assignment,
+    environment: Environment,
+    scorer: Scorer,
+    observe: Callable[[Numbers], None],
 ) -> Iterator[Check]:
     """Prefill this one rollout and show its numbers."""
     spec, profile = task.spec, task.spec.profile
@@ -194,6 +228,7 @@ def _explain_numbers(
     except Fault as error:
         yield Check("activations", None, "no numbers", "", str(error))
         return
+    observe(Numbers(sampled[rollout.sample], sample.tokens, scored, matches))
     for number, match in enumerate(matches):
         where = (rollout.slot, rollout.sample, number * profile.chunk)
         yield _checked(

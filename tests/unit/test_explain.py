@@ -189,7 +189,7 @@ def test_the_committees_verdict_is_shown_once_it_is_known(court, honest):
         for name in ("v0", "v1"):
             event = events.VerdictRevealed(task.task, 0, make_account(name), rows, bytes(32))
             apply(state, events.Logged(deadline, 0, event))
-        state.block_number = deadline + 1
+        state.block_number = get_times(task, 0).opening_deadline + 1
 
     checks = ask(court, court.submit(honest), honest.account, edit=reveal)
     assert failed(checks) == {"verdict"}

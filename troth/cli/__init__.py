@@ -7,10 +7,10 @@ import os
 import sys
 
 from protocol.errors import ConfigError, Fault, Ignore, Reject
-from troth.cli import calibrate, env, node, roles, smollm, tasks
+from troth.cli import calibrate, env, node, replay, roles, smollm, tasks
 from troth.cli.app import app, set_overrides, split_overrides
 
-__all__ = ["app", "calibrate", "env", "main", "node", "roles", "smollm", "split_overrides", "tasks"]
+__all__ = ["app", "calibrate", "env", "main", "node", "replay", "roles", "smollm", "split_overrides", "tasks"]
 
 
 def main() -> None:
