@@ -168,3 +168,22 @@ def test_with_compilation_switched_off_tokens_are_the_same():
 def test_with_nowhere_to_cache_kernels_are_compiled_all_the_same():
     out, err = _run("import numba.core.caching as c; c.CacheImpl._locator_classes = []\n")
     assert (out, err) == ("True", "")
+
+
+#: The word of this token under key 0 is 2^32 - 1: the largest noise there is, 33 ln 2 = 22.87 (found by search).
+HIGHEST_POSITION, HIGHEST_TOKEN = 42_733, 113_636
+
+
+@pytest.mark.parametrize("offset", [-1.0, -1e-3, -1e-5, 0.0, 1e-5, 1e-3, 1.0])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_the_largest_noise_wins_from_as_far_below_as_it_can(offset, temperature):
+    """A token that only the largest noise lets win, and one that not even it does, on both sides of where noise is not made."""
+    vocab, keys, positions = 114_000, np.zeros(1, dtype=np.uint64), np.array([HIGHEST_POSITION])
+    noise = gumbel_noise(keys, positions, vocab)[0]
+    assert noise.max() == noise[HIGHEST_TOKEN] == pytest.approx(33 * np.log(2), abs=1e-9)
+    logits = np.full((1, vocab), -200, dtype=np.float32)
+    logits[0, 5] = 3.0
+    logits[0, HIGHEST_TOKEN] = 3.0 + temperature * (noise[5] - noise[HIGHEST_TOKEN] + offset)
+    tokens = sample_tokens(logits, keys, positions, temperature=temperature, vocab_size=vocab)
+    assert tokens.tolist() == [HIGHEST_TOKEN if offset > 0 else 5] or offset == 0
+    _require_equal(logits, keys, positions, temperature, vocab)
