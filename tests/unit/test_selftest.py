@@ -47,7 +47,7 @@ def test_an_honest_node_would_be_accepted(task, folder):
     assert result.tokens_per_s > 0
     numbers = {check.name: check for check in result.checks}
     assert "0 of" in numbers["replay of every token"].observed
-    assert numbers["replay of every token"].limit == "0.001000 logit/T"
+    assert numbers["replay of every token"].limit == "0.000500 logit/T"
 
 
 def test_a_wrong_numeric_type_is_found(task, folder):
