@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from contracts.artifacts import DEPLOY_ORDER, load_artifact
+from protocol.canaries import compute_seal
 from tests.support.evm_ledger import NAMES, STAKE, EvmLedger, claim, fresh_ledger
 
 HASH = b"\x44" * 32
@@ -77,6 +78,16 @@ def _settled_many(ledger: EvmLedger, task: bytes) -> tuple[Any, ...]:
     return task, (account,), (cumulative,), (proof,)
 
 
+def _opened(ledger: EvmLedger, task: bytes) -> tuple[Any, ...]:
+    node = ledger.address("node")
+    ledger.send("node", "book", "join", task, 1)
+    ledger.send("stranger", "canaries", "seal", compute_seal(task=task, round_index=0, node=node, salt=HASH), 0)
+    ledger.commit(task, 0)
+    ledger.mine_until(ledger.times(task, 0)[5] + 1)
+    ledger.send("node", "canaries", "open", task, 0, HASH)
+    return task, 0, node, True
+
+
 def _cancelled(ledger: EvmLedger, task: bytes) -> tuple[Any, ...]:
     ledger.send("initiator", "book", "cancel", task)
     return (task,)
@@ -112,9 +123,17 @@ MATRIX: dict[tuple[str, str], tuple[Setup, set[str]]] = {
     ("court", "challenge"): (_pending, REGISTERED),
     ("court", "voteChallenge"): (_challenged, VERIFIERS),
     ("court", "finalize"): (_finalizable, EVERYBODY),
+    ("canaries", "seal"): (lambda *_: (HASH, 1), EVERYBODY - {"deployer"}),
+    ("canaries", "confirm"): (_opened, VERIFIERS),
 }
 #: Functions that only ever concern the caller's own money or secret: tested where they are.
-OWN = {("registry", "withdraw"), ("court", "revealVerdict"), ("court", "withdrawBond")}
+OWN = {
+    ("registry", "withdraw"),
+    ("court", "revealVerdict"),
+    ("court", "withdrawBond"),
+    ("canaries", "open"),
+    ("canaries", "withdraw"),
+}
 #: The deployer holds no tokens and an account without stake has none to unbond: refused, for want of money, not of power.
 POOR = {"ERC20InsufficientAllowance", "ERC20InsufficientBalance", "AlreadyRegistered", "UnbondTooMuch"}
 
@@ -138,7 +157,13 @@ def test_l10_only_the_right_role_may(ledger: EvmLedger, contract: str, function:
 
 
 def test_l10_matrix_has_every_function_that_changes_anything() -> None:
-    names = {"Beacons": "beacons", "StakeRegistry": "registry", "TaskBook": "book", "Court": "court"}
+    names = {
+        "Beacons": "beacons",
+        "StakeRegistry": "registry",
+        "TaskBook": "book",
+        "Court": "court",
+        "Canaries": "canaries",
+    }
     found = {
         (names[name], entry["name"])
         for name in DEPLOY_ORDER[1:]
