@@ -73,7 +73,7 @@ def test_honest_control(roc, world):
 def test_r1_other_policies(roc, world, impostors, name):
     made = world.make(impostors[name])
     forged = np.ones(SAMPLE, dtype=bool)
-    verdicts = assert_no_submission_passes(roc, world, roc[0].Attack("R1", name, made, forged), rate_max=0.05)
+    verdicts = assert_no_submission_passes(roc, world, roc[0].Attack("R1", name, made, forged))
     assert not verdicts.groups.any()
 
 
@@ -95,15 +95,14 @@ def test_r2_draft_with_true_prefill(roc, world, impostors, name, forged_min):
 def test_r3_stale_policy(roc, world, impostors):
     made = world.make(impostors["stale-10@1e-4"])
     attack = roc[0].Attack("R3", "stale", made, np.ones(SAMPLE, dtype=bool))
-    assert_no_submission_passes(roc, world, attack, rate_max=0.05)
+    assert_no_submission_passes(roc, world, attack)
 
 
 def test_r7_r9_r10_r11_other_tokens(roc, world):
-    """The best of many keys, edits of one token, 5 and 47 %, early ends, other temperatures. Of rollouts at another
-    temperature one in hundreds differs by a runner-up within the tolerance only, and passes alone."""
+    """The best of many keys, edits of one token, 5 and 47 %, early ends, other temperatures."""
     seen = []
     for attack in roc[0].make_token_attacks(world):
-        assert_no_submission_passes(roc, world, attack, rate_max=0.01 if attack.row == "R11" else 0.0)
+        assert_no_submission_passes(roc, world, attack)
         seen.append(attack.row)
     assert seen == ["R7", "R9", "R9", "R9", "R10", "R11", "R11"]
 
