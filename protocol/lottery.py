@@ -40,7 +40,7 @@ def compute_audited_leaves(
     draws = [int.from_bytes(tagged_hash("leaf", seed, i.to_bytes(8, "big")), "big") for i in range(num_leaves)]
     limit = audit_ppm * 2**256 // PPM
     drawn = [i for i, draw in enumerate(draws) if draw < limit]
-    return tuple(drawn) or (min(range(num_leaves), key=draws.__getitem__),)
+    return tuple(drawn) or tuple(sorted(range(num_leaves), key=draws.__getitem__)[:1])
 
 
 def compute_committee(

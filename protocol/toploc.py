@@ -291,9 +291,11 @@ def _parse_all(
         if set(map(len, some)) == {2 + 2 * size}:
             words = np.frombuffer(b"".join(some), dtype=">u2").reshape(len(some), 1 + size).astype(np.uint16)
         if words is None or words[:, 0].min() < lowest or words.max() > PRIME or words[:, 1:].max() == PRIME:
-            for proof, of in zip(proofs, sizes, strict=True):
-                parse_proof(proof, size=of, modulus_min=modulus_min)
-            raise AssertionError("a commitment was refused among others and not alone")
+            alone = [
+                parse_proof(proof, size=of, modulus_min=modulus_min) for proof, of in zip(proofs, sizes, strict=True)
+            ]
+            picked = alone[chosen] if isinstance(chosen, slice) else [alone[i] for i in chosen]
+            words = np.array([[modulus, *coefficients[:size]] for modulus, coefficients in picked], dtype=np.uint16)
         parsed.append((chosen, size, words))
     return parsed
 
@@ -327,11 +329,13 @@ def match_proofs(
         Fault: when the verifier's own activations are not finite (never held against the prover).
     """
     sizes: list[int] = []
+    flat: list[bytes] = []
     for one, given in zip(hiddens, proofs, strict=True):
         rows, width = (one.num_tokens, one.hidden) if isinstance(one, TopEntries) else one.shape
         _validate_count(given, rows, chunk)
         sizes += compute_sizes(rows, width, topk=topk, chunk=chunk)
-    parsed = _parse_all([proof for given in proofs for proof in given], sizes, modulus_min=modulus_min)
+        flat += given[: compute_num_chunks(rows, chunk)]
+    parsed = _parse_all(flat, sizes, modulus_min=modulus_min)
     batch = _gather(hiddens, topk=topk, chunk=chunk, whose="the verifier's own")
     matches: list[ChunkMatch] = [_UNMATCHED] * len(sizes)
     for chosen, size, words in parsed:

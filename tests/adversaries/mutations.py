@@ -338,7 +338,7 @@ MUTATIONS = [
     Mutation(
         "number of commitments",
         (
-            (_TOPLOC.validate_format, Reason.COMMITMENT_FORMAT, ""),
+            (_TOPLOC._validate_count, Reason.COMMITMENT_FORMAT, ""),
             (_TOPLOC.parse_proof, Reason.COMMITMENT_FORMAT, "wrong length"),
         ),
         _each(lambda one: _one_more(one)),

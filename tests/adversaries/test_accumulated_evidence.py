@@ -41,7 +41,7 @@ WIDE = replace(
     ties_bet_milli=20_000,
 )
 #: Noise on every weight, as a share of the weights' own deviation. int8 is about a hundred times as coarse.
-RATIO = 0.0003
+RATIO = 0.0004
 
 
 class SlightlyOther(StalePolicy):

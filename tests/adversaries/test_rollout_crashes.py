@@ -318,7 +318,7 @@ def test_v8_a_damaged_record_leaves_the_round_unjudged_by_this_verifier(tmp_path
             network.restart("v0")
     record.unlink()
     network.restart("v0")
-    run(network.run(times.verdict_reveal_deadline + 1))
+    run(network.run(times.opening_deadline + 1))
     assert make_account("v0") not in network.world.task.reveals[0]
     outcomes = get_outcomes(network.world.chain.state, network.world.task, 0)
     assert {outcome.row.status for outcome in outcomes.values()} == {Status.GOOD}

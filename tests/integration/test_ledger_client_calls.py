@@ -259,8 +259,10 @@ def test_every_call_has_a_function_with_its_fields():
         call = kind(*fields)
         if kind is calls.Claim:
             call = kind(b"\x01" * 32, b"\x02" * 20, 5, (b"\x03" * 32,))
+        if kind is calls.ConfirmCanary:
+            call = kind(b"\x01" * 32, 1, b"\x02" * 20, True)
         contract, calldata = ABI.encode_call(call)
-        assert contract in ("beacons", "registry", "book", "court")
+        assert contract in ("beacons", "registry", "book", "court", "canaries")
         assert len(calldata) >= 4
 
 

@@ -354,7 +354,7 @@ def test_wrong_chain_id_names_both(tmp_path):
     asyncio.run(scenario())
 
 
-FIELDS = ("chain_id", "block", "token", "beacons", "registry", "court", "book")
+FIELDS = ("chain_id", "block", "token", "beacons", "registry", "court", "book", "canaries")
 
 
 def test_missing_contract_names_the_address(tmp_path):

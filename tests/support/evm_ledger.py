@@ -96,7 +96,10 @@ class EvmLedger:
         self.contracts: dict[str, tuple[str, bytes]] = {}
         self.token = token
         self.codec = Codec(
-            [load_artifact(n) for n in (token, "Beacons", "StakeRegistry", "Court", "TaskBook", "Canaries", "test/Reenterer")]
+            [
+                load_artifact(n)
+                for n in (token, "Beacons", "StakeRegistry", "Court", "TaskBook", "Canaries", "test/Reenterer")
+            ]
         )
         for nonce in range(first_nonce):
             self.create(f"spare{nonce}", "Beacons")
