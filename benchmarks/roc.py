@@ -109,13 +109,15 @@ def measure(options: argparse.Namespace, profile: ProofProfile) -> dict[str, Any
 
 def format_table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
-    lines = ["| engine pair | refused rollouts | refused submissions | nats per group |", "|---|---|---|---|"]
+    lines = []
+    if result["honest"]:
+        lines += ["| engine pair | refused rollouts | refused submissions | nats per group |", "|---|---|---|---|"]
     for one in result["honest"]:
         submissions = f"{one['submissions_refused']} of {one['submissions']:,}"
         lines.append(f"| {one['pair']} | {one['refused']} of {one['n']:,} | {submissions} | {one['nats_per_group']} |")
     total = result["honest_total"]
     if result["honest"]:
-        lines.append(f"| **all** | **{total['refused']} of {total['n']:,}** (at most {_share(total['upper'])}) | | |")
+        lines.append(f"| **all rows** | **{total['refused']} of {total['n']:,}** | | |")
     head = "| row | attack | accepted rollouts | accepted groups | accepted submissions | refused after rollouts | "
     lines += ["", head + "nats per group | rounds at p = 1: refused, alarm | at p = 0.05 |", "|---" * 9 + "|"]
     for one in result["attacks"]:
