@@ -25,6 +25,8 @@ from protocol.toploc import to_bf16_bits
 
 #: Padded tokens of one forward pass.
 BATCH_TOKENS_MAX = 16_384
+#: Tokens from which on a batch is ended early so as not to be padded to more than this many times its tokens.
+LARGE_BATCH_TOKENS, PADDING_MAX = 1024, 1.1
 #: Logits in memory at once, rows times vocabulary.
 LOGITS_MAX = 1 << 24
 
@@ -101,14 +103,21 @@ class TorchScorer:
         return [scored for scored in results if scored is not None]
 
     def _batches(self, requests: Sequence[SampleRequest], completions: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Indices of similar length whose padded size stays below the limit, shortest first."""
+        """Indices of similar length whose padded size stays below the limit, shortest first.
+
+        A batch that is large enough for the work to be in the matrices also ends before padding is more than a tenth of it.
+        """
         lengths = [len(r.prompt) + len(c) for r, c in zip(requests, completions, strict=True)]
         batch: list[int] = []
+        used = 0
         for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if batch and lengths[i] * (len(batch) + 1) > self._batch_tokens_max:
+            padded = lengths[i] * (len(batch) + 1)
+            wasteful = used >= LARGE_BATCH_TOKENS and padded > PADDING_MAX * (used + lengths[i])
+            if batch and (padded > self._batch_tokens_max or wasteful):
                 yield batch
-                batch = []
+                batch, used = [], 0
             batch.append(i)
+            used += lengths[i]
         if batch:
             yield batch
 
@@ -186,11 +195,21 @@ class TorchScorer:
                 logprobs[part] = picked.cpu().numpy()
             else:
                 found = replay_tokens(logits.numpy(), *terms, temperature=temperature, vocab_size=vocab_size)
-                host = logits.numpy()[:, :vocab_size].astype(np.float64) / temperature
-                peak = host.max(axis=1, keepdims=True)
-                total = peak[:, 0] + np.log(np.exp(host - peak).sum(axis=1))
-                logprobs[part] = host[np.arange(len(host)), tokens[part]] - total
+                logprobs[part] = _compute_logprobs(logits[:, :vocab_size], tokens[part], temperature)
             winners[part], gaps[part] = found
         if not np.isfinite(gaps).all():
             raise Fault("the policy's own logits are not finite: no verdict can follow from them")
         return Replayed(winners, gaps), logprobs
+
+
+def _compute_logprobs(logits: torch.Tensor, tokens: NDArray[np.int64], temperature: float) -> NDArray[np.float64]:
+    """Log-probability of each row's token, float64 [rows], of float32 logits [rows, vocabulary].
+
+    Exponentials of differences to the row's largest, and their sum, are float32: relative errors of some 2^-24, summed in a
+    tree, so that the logarithm is right to about 1e-6, which is no more than the logits' own rounding.
+    """
+    peak = logits.amax(dim=1, keepdim=True)
+    total = (logits - peak).div_(temperature).exp_().sum(dim=1).double()
+    picked = torch.gather(logits, 1, torch.from_numpy(np.ascontiguousarray(tokens))[:, None])
+    found: NDArray[np.float64] = ((picked.double() - peak.double())[:, 0] / temperature - total.log()).numpy()
+    return found

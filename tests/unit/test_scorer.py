@@ -14,7 +14,7 @@ from protocol.errors import ConfigError, Fault
 from protocol.ports import SampleRequest
 from tests.support.forge import edit_weights
 from tests.support.scenario import make_model
-from verifier.scorer import TorchScorer
+from verifier.scorer import TorchScorer, _compute_logprobs
 
 TOLERANCE = 1e-3
 
@@ -207,3 +207,31 @@ def test_logits_that_are_elsewhere_give_the_same_gaps_winners_and_log_probabilit
         assert a.gaps.tobytes() == b.gaps.tobytes()
         assert a.winners.tolist() == b.winners.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("scale", [0.01, 5.0, 40.0])
+def test_log_probabilities_in_float32_are_those_of_float64(temperature, scale):
+    """A vocabulary of 152,064, flat and peaked."""
+    rng = np.random.default_rng(3)
+    logits = (scale * rng.standard_normal((4, 152_064))).astype(np.float32)
+    tokens = np.array([0, 151_935, int(logits[2].argmax()), int(logits[3].argmin())])
+    exact = logits.astype(np.float64) / temperature
+    peak = exact.max(axis=1)
+    exact_logprobs = exact[np.arange(4), tokens] - peak - np.log(np.exp(exact - peak[:, None]).sum(axis=1))
+    found = _compute_logprobs(torch.from_numpy(logits), tokens, temperature)
+    assert found.dtype == np.float64
+    assert np.abs(found - exact_logprobs).max() < 2e-6
+
+
+def test_batches_are_sorted_and_padded_by_at_most_a_tenth_once_they_are_large(scorer):
+    lengths = [int(length) for length in np.random.default_rng(5).integers(8, 400, 300)]
+    requests = [SampleRequest((2,) * length, 0) for length in lengths]
+    batches = list(scorer._batches(requests, [(3,)] * len(lengths)))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    order = [lengths[i] for batch in batches for i in batch]
+    assert order == sorted(order)
+    for batch in batches:
+        used, padded = sum(lengths[i] + 1 for i in batch), (max(lengths[i] for i in batch) + 1) * len(batch)
+        assert padded <= 16_384
+        assert padded <= 1.1 * used or used < 2048

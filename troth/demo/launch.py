@@ -264,12 +264,8 @@ bind = "{bind}"
         return path.read_text(errors="replace")[-2000:] if path.exists() else ""
 
     def cpu_seconds(self, name: str) -> float:
-        """CPU time of a running process so far, user and system, from /proc; 0 when it is gone."""
-        try:
-            fields = Path(f"/proc/{self.running[name].pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except (OSError, KeyError):
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """CPU time so far of a running process and of those it started, user and system, from /proc; 0 when it is gone."""
+        return _read_cpu_ticks(self.running[name].pid) / os.sysconf("SC_CLK_TCK") if name in self.running else 0.0
 
     def stop(self, *names: str) -> None:
         """End processes: SIGTERM, and SIGKILL for those that do not listen."""
@@ -295,3 +291,14 @@ bind = "{bind}"
         if self.nursery is not None:
             self.nursery.close()
             self.nursery = None
+
+
+def _read_cpu_ticks(pid: int) -> int:
+    """Clock ticks of a process, of its children that have ended, and of those that have not."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        children = [int(child) for path in folder.glob("task/*/children") for child in path.read_text().split()]
+    except OSError:
+        return 0
+    return sum(map(int, fields[11:15])) + sum(map(_read_cpu_ticks, children))
