@@ -63,7 +63,12 @@ def test_the_rules_load_no_heavy_package():
 
 @pytest.mark.parametrize(
     "statement",
-    ["import troth.relay, troth.roles", "import troth.devnet", "import troth.cli", "import troth.judging, verifier.worker"],
+    [
+        "import troth.relay, troth.roles",
+        "import troth.devnet",
+        "import troth.cli",
+        "import troth.judging, verifier.worker",
+    ],
 )
 def test_roles_without_a_model_do_not_load_torch(statement):
     assert "torch" not in _loaded(statement)
