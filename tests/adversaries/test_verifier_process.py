@@ -325,7 +325,7 @@ def test_v8_a_process_that_was_shut_in_reaches_no_port_of_this_machine(method):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         dial = (
-            f"import socket\\ntry:\\n socket.create_connection(('127.0.0.1', {port}), 5)\\n print('open')\\n"
+            f"import socket\ntry:\n socket.create_connection(('127.0.0.1', {port}), 5)\n print('open')\n"
             "except OSError: print('shut')"
         )
         assert run_shut_in((method,), dial) == f"{method}\nshut\n"
