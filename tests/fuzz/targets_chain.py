@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,21 @@ class _Node:
         return [self._logs if method == "eth_getLogs" else head for method, _ in requests]
 
 
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """A logger that says nothing below critical for one input: other tests of the process read it."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _follower(scratch: Path) -> Target:
     """Logs as JSON, from the node's answer into the replica."""
     abi = LedgerAbi()
-    logging.getLogger("contracts.follower").setLevel(logging.ERROR)
 
     def fuzz(data: bytes) -> str:
         follower = Follower(_Node(_json(data)), abi, DEPLOYMENT, apply, 0)
@@ -192,7 +204,8 @@ def _follower(scratch: Path) -> Target:
             run_now(follower.poll())
             assert follower.state.block_number <= 16
 
-        return attempt((Unreachable, Fault), work)
+        with quiet("contracts.follower"):
+            return attempt((Unreachable, Fault), work)
 
     logs = make_logs(abi, scratch)
     return Target(fuzz, [json.dumps(logs[:2]).encode(), json.dumps(logs[:6]).encode(), b"[]"])
@@ -204,10 +217,10 @@ def _devnet(scratch: Path) -> Target:
     chain = DevChain(31_337, {bytes.fromhex(faucet.address[2:]): 10**24}, b"fuzz")
     methods = Methods(chain, b"\x01" * 32)
     methods.mine()
-    logging.getLogger("contracts.devnet.server").setLevel(logging.CRITICAL)
 
     def fuzz(data: bytes) -> str:
-        shown = msgspec.json.decode(answer_bytes(methods, data))
+        with quiet("contracts.devnet.server"):
+            shown = msgspec.json.decode(answer_bytes(methods, data))
         rows = shown if isinstance(shown, list) else [shown]
         codes = [row["error"]["code"] for row in rows if "error" in row]
         assert -32603 not in codes, "internal error"
