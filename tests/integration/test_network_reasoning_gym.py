@@ -32,7 +32,7 @@ CODECS = {
 }
 GROUP_SIZE, GROUPS, ROUNDS = 4, 4, 2
 SCHEDULE = Schedule(
-    start_delay_blocks=24,
+    start_delay_blocks=60,
     round_blocks=14,
     epoch_rounds=ROUNDS,
     num_epochs=1,
@@ -87,7 +87,7 @@ def test_a_reasoning_gym_set_is_sampled_verified_and_found_good(tmp_path, codec)
             await network.until(lambda: network.registered("trainer", "relay", "verifier", "node"))
             spec = make_task(codec, policy, manifest, network.keys["trainer"].account, network.deployment.token)
             await network.publish(spec, compute_epoch_pay_max(spec))
-            over = get_times(network.task, ROUNDS - 1).verdict_reveal_deadline
+            over = get_times(network.task, ROUNDS - 1).opening_deadline
             await network.until(lambda: network.ledger.state.block_number > over)
 
             node, verifier = network.keys["node"].account, network.keys["verifier"].account
@@ -103,4 +103,4 @@ def test_a_reasoning_gym_set_is_sampled_verified_and_found_good(tmp_path, codec)
                 "rejected": {},
             }
 
-    asyncio.run(asyncio.wait_for(scenario(), 150))
+    asyncio.run(asyncio.wait_for(scenario(), 200))

@@ -46,7 +46,7 @@ def test_rounds_of_a_node_on_vllm_are_judged_good(engine, tmp_path, policies):
     async def scenario():
         await network.run(get_times(world.task, 0).start + 1)
         world.record_policy(1, policies[1])
-        await network.run(get_times(world.task, get_end_round(world.task) - 1).verdict_reveal_deadline + 1)
+        await network.run(get_times(world.task, get_end_round(world.task) - 1).opening_deadline + 1)
         await network.close()
 
     try:
